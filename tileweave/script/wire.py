@@ -1,0 +1,141 @@
+"""What a job's two processes say to each other: the script (torch, the user's code) and its coordinator.
+
+A unix stream socket carries frames of a 4-byte little-endian length and one msgpack object (a tagged struct below).
+Tensors never travel here: the script writes operands into its arena (memory-mapped files in the job's run directory)
+and names regions of them; the coordinator assembles the product into the region `c` and answers `Product`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+FRAME_BYTES_MAX = 1 << 20
+
+
+class Region(Struct, frozen=True, array_like=True):
+    """`size` bytes at `offset` of the file at `path`; the file is at least that long and never shrinks while mapped."""
+
+    path: str
+    offset: int
+    size: int
+
+
+class ScriptMessage(Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
+    """Base of what the script sends and gets; the tag is the class name."""
+
+
+# ---- script -> coordinator -------------------------------------------------------------------------------------------
+
+
+class ScriptHello(ScriptMessage, tag="hello"):
+    """First frame. `token` is the one-off secret the supervisor gave both processes."""
+
+    token: str
+    pid: int
+
+
+class GemmRequest(ScriptMessage, tag="gemm"):
+    """C_i[m,n] = A_i[m,k] B_i[k,n] for i < batch, float32. a: batch x m rows of k; b: batch x n rows of k (B^T);
+    c: batch x m x n, written by the coordinator before it answers. The script leaves a and b untouched until then."""
+
+    id: int
+    step: int
+    batch: int
+    m: int
+    n: int
+    k: int
+    a: Region
+    b: Region
+    c: Region
+
+
+class StepReport(ScriptMessage, tag="step"):
+    """One optimizer step is done. `samples` counts tokens or rows of the batch; FLOP are of GEMMs, 2mnk each."""
+
+    step: int
+    loss: float | None
+    samples: int
+    seconds: float
+    flop_offloaded: int
+    flop_local: int
+    unit: str = "tokens"
+
+
+class CheckpointWritten(ScriptMessage, tag="checkpoint"):
+    """A checkpoint file is complete and synced under its final name; answered by `Recorded` once the store has it."""
+
+    step: int
+    path: str
+    sha256: str
+    size: int
+
+
+class SampleText(ScriptMessage, tag="sample"):
+    """Text the model generated, for the job page."""
+
+    step: int
+    text: str
+
+
+class ScriptDone(ScriptMessage, tag="done"):
+    """The script finished; `result` is a file for GET /jobs/{id}/result, if it made one."""
+
+    result: str | None = None
+
+
+class ScriptFailed(ScriptMessage, tag="failed"):
+    """The script cannot go on; `reason` is shown to the admin."""
+
+    reason: str
+
+
+# ---- coordinator -> script -------------------------------------------------------------------------------------------
+
+
+class ScriptWelcome(ScriptMessage, tag="welcome"):
+    """Answer to hello: the job as submitted, the epoch of this run, where to write, and the checkpoint to go on from."""
+
+    job: str
+    epoch: int
+    steps: int
+    config: dict[str, Any]
+    data: str | None
+    arena_dir: str
+    checkpoint_dir: str
+    checkpoint_every_s: float
+    min_gemm_flop: int
+    resume: str | None = None
+    resume_sha256: str | None = None
+
+
+class Product(ScriptMessage, tag="product"):
+    """The product of GEMM `id` stands in its region c, every tile verified."""
+
+    id: int
+
+
+class GemmFailed(ScriptMessage, tag="gemm_failed"):
+    """GEMM `id` cannot be computed (operands not finite, say)."""
+
+    id: int
+    reason: str
+
+
+class Recorded(ScriptMessage, tag="recorded"):
+    """The checkpoint of `step` is in the store: older ones may be deleted."""
+
+    step: int
+
+
+class Control(ScriptMessage, tag="control"):
+    """`cancel` ends the script at its next GEMM or step, before a further checkpoint."""
+
+    what: Literal["cancel"]
+
+
+FromScript = (
+    ScriptHello | GemmRequest | StepReport | CheckpointWritten | SampleText | ScriptDone | ScriptFailed
+)
+ToScript = ScriptWelcome | Product | GemmFailed | Recorded | Control
