@@ -1,0 +1,1 @@
+"""The two processes of a running job: the coordinator and the script."""

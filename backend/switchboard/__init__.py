@@ -1,0 +1,1 @@
+"""The streams that connect gateways, coordinators and the allocator."""

@@ -43,7 +43,7 @@ class SwitchMessage(Struct, frozen=True, kw_only=True, tag_field="t", omit_defau
 # ---- to a gateway ----------------------------------------------------------------------------------------------------
 
 
-class Push(SwitchMessage, tag="push"):
+class Push(SwitchMessage, frozen=True, tag="push"):
     """Send a lease to a device, after whichever of its two panels this connection has not been sent."""
 
     device: str
@@ -53,7 +53,7 @@ class Push(SwitchMessage, tag="push"):
     b: PanelRef
 
 
-class Acknowledge(SwitchMessage, tag="ack"):
+class Acknowledge(SwitchMessage, frozen=True, tag="ack"):
     """Send an ACK. The slot is released by its own message."""
 
     device: str
@@ -61,13 +61,13 @@ class Acknowledge(SwitchMessage, tag="ack"):
     ack: Ack
 
 
-class Release(SwitchMessage, tag="release"):
+class Release(SwitchMessage, frozen=True, tag="release"):
     """The coordinator has read these result slots; they may be used again."""
 
     slots: list[int]
 
 
-class RevokeLeases(SwitchMessage, tag="revoke"):
+class RevokeLeases(SwitchMessage, frozen=True, tag="revoke"):
     """Send REVOKE; an upload of such a lease in progress is dropped."""
 
     device: str
@@ -76,14 +76,14 @@ class RevokeLeases(SwitchMessage, tag="revoke"):
     leases: list[int]
 
 
-class DropPanels(SwitchMessage, tag="drop"):
-    """These panels will never be leased again: forget them on every connection and send DROP to those that hold them."""
+class DropPanels(SwitchMessage, frozen=True, tag="drop"):
+    """These panels will never be leased again: forget them everywhere and send DROP to the devices that hold them."""
 
     job: str
     panels: list[str]
 
 
-class Assign(SwitchMessage, tag="assign"):
+class Assign(SwitchMessage, frozen=True, tag="assign"):
     """From the allocator: this connection now serves `job` (None: nobody)."""
 
     device: str
@@ -92,7 +92,7 @@ class Assign(SwitchMessage, tag="assign"):
     epoch: int
 
 
-class Kick(SwitchMessage, tag="kick"):
+class Kick(SwitchMessage, frozen=True, tag="kick"):
     """Send BYE and close."""
 
     device: str
@@ -102,14 +102,14 @@ class Kick(SwitchMessage, tag="kick"):
     retry_s: float = 0.0
 
 
-class Census(SwitchMessage, tag="census"):
+class Census(SwitchMessage, frozen=True, tag="census"):
     """From a fresh allocator: announce every open connection again with `DeviceOnline`."""
 
 
 # ---- to the allocator ------------------------------------------------------------------------------------------------
 
 
-class DeviceOnline(SwitchMessage, tag="online"):
+class DeviceOnline(SwitchMessage, frozen=True, tag="online"):
     """A device said HELLO and was let in. Measured link figures are 0 where unknown."""
 
     device: str
@@ -123,7 +123,7 @@ class DeviceOnline(SwitchMessage, tag="online"):
     rejects: int = 0
 
 
-class DeviceOffline(SwitchMessage, tag="offline"):
+class DeviceOffline(SwitchMessage, frozen=True, tag="offline"):
     """The connection is closed; also sent to the coordinator it served."""
 
     device: str
@@ -131,7 +131,7 @@ class DeviceOffline(SwitchMessage, tag="offline"):
     reason: str
 
 
-class GatewayUp(SwitchMessage, tag="gateway_up"):
+class GatewayUp(SwitchMessage, frozen=True, tag="gateway_up"):
     """A gateway (re)started: whatever was connected to an earlier `incarnation` of it is gone. To the allocator and to
     every coordinator."""
 
@@ -139,7 +139,7 @@ class GatewayUp(SwitchMessage, tag="gateway_up"):
     incarnation: str
 
 
-class JobReady(SwitchMessage, tag="job_ready"):
+class JobReady(SwitchMessage, frozen=True, tag="job_ready"):
     """A coordinator (re)started and takes devices."""
 
     job: str
@@ -147,7 +147,7 @@ class JobReady(SwitchMessage, tag="job_ready"):
     weight: float
 
 
-class JobGone(SwitchMessage, tag="job_gone"):
+class JobGone(SwitchMessage, frozen=True, tag="job_gone"):
     """A coordinator ended or died; its devices are free."""
 
     job: str
@@ -157,14 +157,14 @@ class JobGone(SwitchMessage, tag="job_gone"):
 # ---- to a coordinator ------------------------------------------------------------------------------------------------
 
 
-class DeviceJoined(SwitchMessage, tag="joined"):
+class DeviceJoined(SwitchMessage, frozen=True, tag="joined"):
     """From the allocator: this connection is the job's until `DeviceLeft`."""
 
     online: DeviceOnline
     epoch: int
 
 
-class DeviceLeft(SwitchMessage, tag="left"):
+class DeviceLeft(SwitchMessage, frozen=True, tag="left"):
     """From the allocator: taken away or gone."""
 
     device: str
@@ -172,7 +172,7 @@ class DeviceLeft(SwitchMessage, tag="left"):
     reason: str
 
 
-class ResultReady(SwitchMessage, tag="result"):
+class ResultReady(SwitchMessage, frozen=True, tag="result"):
     """A complete RESULT lies in a slot. `upload_s` is from its first byte to its last by the gateway's clock."""
 
     device: str
@@ -183,7 +183,7 @@ class ResultReady(SwitchMessage, tag="result"):
     slot: SlotRef
 
 
-class LeaseFailed(SwitchMessage, tag="lease_failed"):
+class LeaseFailed(SwitchMessage, frozen=True, tag="lease_failed"):
     """The device sent FAIL, or a result of the wrong length (code `unsupported`, and `bad` set)."""
 
     device: str
@@ -194,7 +194,7 @@ class LeaseFailed(SwitchMessage, tag="lease_failed"):
     bad: bool = False
 
 
-class DeviceStatus(SwitchMessage, tag="status"):
+class DeviceStatus(SwitchMessage, frozen=True, tag="status"):
     """The device's STATUS, or fresh link measurements by the gateway (rates 0 where not measured)."""
 
     device: str
@@ -206,7 +206,7 @@ class DeviceStatus(SwitchMessage, tag="status"):
     up_bps: float = 0.0
 
 
-class JobControl(SwitchMessage, tag="control"):
+class JobControl(SwitchMessage, frozen=True, tag="control"):
     """From REST, through the supervisor."""
 
     what: Literal["cancel"]
