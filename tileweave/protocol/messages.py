@@ -123,9 +123,9 @@ class Need(Struct, frozen=True, kw_only=True):
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """Server -> device: compute one tile. `batch` independent products C_i[m,n] = A_i[m,k] B_i[k,n]; panel `a` holds the
-    batch x m rows of A, panel `b` the batch x n rows of B^T, both k long. Answer with RESULT (batch x m x n elements,
-    row-major) or FAIL within `deadline_s` of its arrival. `job` is echoed in the answer."""
+    """Server -> device: compute one tile. `batch` independent products C_i[m,n] = A_i[m,k] B_i[k,n]; panel `a` holds
+    the batch x m rows of A, panel `b` the batch x n rows of B^T, both k long. Answer with RESULT (batch x m x n
+    elements, row-major) or FAIL within `deadline_s` of its arrival. `job` is echoed in the answer."""
 
     KIND: ClassVar[Kind] = Kind.LEASE
     lease: LeaseId
@@ -226,9 +226,7 @@ class Bye(Struct, frozen=True, kw_only=True):
     retry_s: Seconds = 0.0
 
 
-Message = (
-    Hello | Welcome | Panel | Drop | Need | Lease | Result | Fail | Ack | Revoke | Status | Ping | Pong | Bye
-)
+Message = Hello | Welcome | Panel | Drop | Need | Lease | Result | Fail | Ack | Revoke | Status | Ping | Pong | Bye
 MESSAGES: dict[Kind, type[Message]] = {
     cls.KIND: cls
     for cls in (
