@@ -1,7 +1,7 @@
 """A whole system on this machine: a server process and local volunteers. Used by the demo, the benches and the tests.
 
-Everything here is started as a user would start it, in a process of its own, and talked to over REST only. Each child is
-ended by pid; `Swarm` as a context manager leaves nothing running whatever happens inside.
+Everything here is started as a user would start it, in a process of its own, and talked to over REST only. Each child
+is ended by pid; `Swarm` as a context manager leaves nothing running whatever happens inside.
 """
 
 from __future__ import annotations
