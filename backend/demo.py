@@ -1,0 +1,150 @@
+"""`tileweave demo`: the whole thing on one machine, in about five minutes.
+
+Starts a server on the usual data directory, submits the demo job (or goes on with the one an earlier demo left), starts
+two local volunteers and shows the training until it ends. Ctrl-C stops the volunteers, then the server; the job stays
+in the database and the next `demo` resumes it from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from backend import chromium
+from backend.settings import Settings
+from backend.swarm import Swarm
+from tileweave.rest import Client, RestError
+
+JOB_NAME = "demo"
+STEPS = 250
+POLL_S = 0.5
+SERVER_LOST_S_MAX = 60.0
+UNFINISHED = ("queued", "running")
+
+Job = dict[str, Any]
+
+
+def demo(steps: int = STEPS, as_json: bool = False) -> int:
+    """Run the demo. Returns the exit code: 0 when the job succeeded. With `as_json` one object goes to standard output
+    and everything else to standard error."""
+    settings = Settings()
+    console = Console(stderr=as_json)
+    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # SIGTERM must end the children too, so it takes the way of Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        console.print("Starting the server …")
+        log = (settings.data_dir / "serve.log").open("a")
+        with Swarm(settings.data_dir, _port(settings, console), log=log) as swarm:
+            job = _submit_or_resume(swarm.client, steps, console)
+            _print_addresses(swarm, job, console)
+            _start_volunteers(swarm, console)
+            job = _watch(swarm.client, job["id"], console)
+            _print_end(swarm, job, console)
+            if as_json:
+                print(json.dumps({"job": job, "board": swarm.client.leaderboard()["rows"]}))
+            return 0 if job["state"] == "succeeded" else 1
+    except KeyboardInterrupt:
+        console.print("\nStopped. `make demo` again goes on from the last checkpoint.")
+        return 130
+    except (RuntimeError, TimeoutError, RestError) as error:
+        console.print(f"[red]{error}[/red]")
+        return 1
+
+
+def _port(settings: Settings, console: Console) -> int | None:
+    """The usual port, or None (any free one) where something listens on it already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError:
+            console.print(f"Port {settings.port} is in use, so the demo takes another one.")
+            return None
+    return settings.port
+
+
+def _submit_or_resume(client: Client, steps: int, console: Console) -> Job:
+    left = [job for job in client.jobs() if job["name"] == JOB_NAME and job["state"] in UNFINISHED]
+    if left:
+        job = left[0]
+        console.print(f"Going on with demo job {job['id']}, {job['step'] or 0} of {job['steps']} steps done.")
+        return job
+    return client.submit_train("gpt-bytes", steps=steps, name=JOB_NAME)
+
+
+def _print_addresses(swarm: Swarm, job: Job, console: Console) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_row("Volunteer", f"{swarm.url}/")
+    table.add_row("Leaderboard", f"{swarm.url}/leaderboard")
+    table.add_row("This job", f"{swarm.url}/jobs/{job['id']}")
+    table.add_row("Admin", f"{swarm.url}/admin   (token: {swarm.settings.token_path})")
+    console.print(table)
+    console.print("Open the volunteer page in any browser on this machine and click Start: it joins at once.")
+
+
+def _start_volunteers(swarm: Swarm, console: Console) -> None:
+    names = ("Ada", "Emmy")
+    if chromium.find():
+        console.print(f"Starting {len(names)} local volunteers in headless Chromium ({chromium.find()}).")
+        for name in names:
+            swarm.add_browser(name)
+    else:
+        console.print(f"No Chromium found, so {len(names)} native volunteers are started (apt-get install chromium).")
+        for name in names:
+            swarm.add_native(name)
+
+
+def _watch(client: Client, job_id: str, console: Console) -> Job:
+    """Show the job until it ends. The server may restart a part of itself meanwhile; that is not the demo's end."""
+    columns = (BarColumn(), TextColumn("{task.description}"))
+    last_answer = time.monotonic()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("waiting for volunteers")
+        while True:
+            try:
+                job = client.job(job_id)
+                last_answer = time.monotonic()
+            except RestError:
+                if time.monotonic() - last_answer > SERVER_LOST_S_MAX:
+                    raise
+                time.sleep(POLL_S)
+                continue
+            progress.update(bar, total=job["steps"], completed=job["step"] or 0, description=_describe(job))
+            if job["state"] not in UNFINISHED:
+                return job
+            time.sleep(POLL_S)
+
+
+def _describe(job: Job) -> str:
+    if job["state"] == "queued" or job["loss"] is None:
+        return str(job["waiting"] or job["state"])
+    eta = "?" if job["eta_s"] is None else f"{job['eta_s']:.0f} s"
+    return (
+        f"step {job['step']}/{job['steps']}  loss {job['loss']:.3f}  {job['tiles_per_s'] or 0:.0f} tiles/s  "
+        f"{job['gflops'] or 0:.1f} GFLOP/s  {job['devices'] or 0} devices  ETA {eta}"
+        + (f"  ({job['waiting']})" if job["waiting"] else "")
+    )
+
+
+def _print_end(swarm: Swarm, job: Job, console: Console) -> None:
+    if job["state"] != "succeeded":
+        console.print(f"[red]The job {job['state']}: {job['reason']}[/red]")
+        return
+    console.print(f"Loss {job['first_loss']:.3f} -> {job['loss']:.3f} in {job['elapsed_s']:.0f} s")
+    if job["sample"]:
+        console.print("Generated text:", style="bold")
+        console.print(job["sample"]["text"], markup=False, highlight=False)
+    checkpoints = sorted((swarm.settings.jobs_dir / job["id"] / "checkpoints").glob("*.safetensors"))
+    console.print(f"Checkpoint {checkpoints[-1] if checkpoints else 'missing'}")
+    board = Table("rank", "device", "verified GFLOP", "credit", title="Leaderboard")
+    for row in swarm.client.leaderboard()["rows"]:
+        board.add_row(str(row["rank"]), row["name"] or row["id"], f"{row['flop'] / 1e9:,.0f}", f"{row['credit']:.2f}")
+    console.print(board)
