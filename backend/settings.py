@@ -27,7 +27,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TILEWEAVE_", frozen=True, extra="ignore")
 
-    # ---- addresses and paths ------------------------------------------------------------------------------------------
+    # ---- addresses and paths -----------------------------------------------------------------------------------------
 
     # Where the server listens. Loopback until the admin chooses otherwise: an open port is a decision.
     host: str = "127.0.0.1"
@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     # The admin's token, where it should not be made at first start and kept in data_dir/token.
     admin_token: SecretStr | None = None
 
-    # ---- devices: one websocket each ----------------------------------------------------------------------------------
+    # ---- devices: one websocket each ---------------------------------------------------------------------------------
 
     # One websocket message. Larger ones upload slower, smaller ones cost more calls; 1 MiB is the protocol's ceiling.
     frame_bytes_max: int = Field(default=MIB, ge=64 * KIB, le=MIB)
@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     # Messages a second one device may send beyond the chunks of its results: pings, status, fails.
     device_messages_per_s_max: float = Field(default=200.0, gt=0)
 
-    # ---- REST and pages -----------------------------------------------------------------------------------------------
+    # ---- REST and pages ----------------------------------------------------------------------------------------------
 
     # A body that is not an upload: job descriptions, forms.
     body_bytes_max: int = Field(default=MIB, ge=KIB)
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     # Seconds a stopping gateway gives its open requests.
     shutdown_s_max: float = Field(default=5.0, gt=0)
 
-    # ---- jobs ---------------------------------------------------------------------------------------------------------
+    # ---- jobs --------------------------------------------------------------------------------------------------------
 
     # Jobs computing at once; each is two processes.
     jobs_running_max: int = Field(default=2, ge=1)
@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     # GEMMs smaller than this (2mnk FLOP) are computed at home in `tiles` mode.
     gemm_flop_min: int = Field(default=1_000_000, ge=0)
 
-    # ---- coordinator --------------------------------------------------------------------------------------------------
+    # ---- coordinator -------------------------------------------------------------------------------------------------
 
     # Between looks at deadlines.
     tick_s: float = Field(default=0.05, gt=0)
@@ -158,7 +158,7 @@ class Settings(BaseSettings):
     def run_dir(self) -> Path:
         """Files of work in flight (arenas, upload slots, sockets): shared memory where there is some, since they are
         never needed after a restart. Named after the user and the data directory, so that two servers do not meet."""
-        shm = Path("/dev/shm")
+        shm = Path("/dev/shm")  # noqa: S108 - the name below it is ours, and the supervisor checks who owns it
         if not (shm.is_dir() and os.access(shm, os.W_OK)):
             return self.data_dir / "run"
         digest = hashlib.sha256(str(self.data_dir.expanduser().absolute()).encode()).hexdigest()[:12]
@@ -188,7 +188,7 @@ def load_or_create_token(settings: Settings) -> tuple[str, bool]:
         token = path.read_text(encoding="ascii").strip()
         if len(token) < 16:
             raise ValueError(
-                f"{path} holds {len(token)} characters, expected a token of 16 or more; delete it to have a new one made"
+                f"{path} holds {len(token)} characters, expected a token of 16 or more; delete it for a new one"
             ) from None
         return token, False
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
