@@ -1,0 +1,1 @@
+"""How verified work becomes credit."""

@@ -1,0 +1,1 @@
+"""What outlives every process: jobs, the ledger, devices, in one SQLite file. Start at database.py."""
