@@ -3,7 +3,8 @@
 The idea: the supervisor keeps the write end of a pipe for its whole life and lets each child inherit the read end
 (its number in TILEWEAVE_PARENT_FD). The kernel closes the write end when the supervisor dies, kill -9 included, and
 the child's watching thread sees the end of file at once. A thread and not a task: it works while the event loop is
-busy. Foreign binaries (Valkey) cannot watch a pipe; on Linux the kernel sends them a signal (PR_SET_PDEATHSIG).
+busy. Foreign binaries (Valkey) cannot watch a pipe; on Linux the kernel sends them a signal
+(PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ def _wait_for_end(fd: int, grace_s: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def die_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """For `preexec_fn`: the started process gets SIGTERM when its parent (`parent_pid`) dies. None where the system
-    cannot do that (macOS): there a stale server is found and stopped at the next start."""
+def die_with_parent(parent_pid: int, death_signal: signal.Signals) -> Callable[[], None] | None:
+    """For `preexec_fn`: the started process gets `death_signal` when its parent (`parent_pid`) dies. None where the
+    system cannot do that (macOS): a stale server is then found and stopped at the next start, and a script ends when
+    its coordinator's socket closes."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: the child only makes the call
 
     def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
         if os.getppid() != parent_pid:  # the parent died between fork and prctl
             os._exit(ORPHAN_EXIT)
 

@@ -41,6 +41,7 @@ FIELD = b"m"
 
 STREAM_ENTRIES_MAX = 100_000  # approximate bound of a stream whose reader is gone; a live one stays near empty
 READ_ENTRIES_MAX = 256  # entries one read takes
+ANSWER_S_MAX = 10.0  # beyond what a read waits on purpose
 READ_BLOCK_S = 2.0  # how long an idle read waits in Redis before it asks again
 OUTAGE_S_MAX = 30.0  # how long an operation is tried again before it fails: a Redis restart takes a few seconds
 RETRY_FIRST_S = 0.02
@@ -84,8 +85,10 @@ class Switchboard:
 
     def __init__(self, redis_url: str) -> None:
         self.redis_url = redis_url
+        # No socket_timeout: redis-py would send through asyncio.wait_for, which on Python 3.11 may swallow the reader's
+        # cancellation. asyncio.timeout bounds each exchange instead.
         self._redis: Redis = Redis.from_url(
-            redis_url, protocol=2, socket_timeout=READ_BLOCK_S + 8.0, retry=Retry(NoBackoff(), 0)
+            redis_url, protocol=2, socket_timeout=None, socket_connect_timeout=ANSWER_S_MAX, retry=Retry(NoBackoff(), 0)
         )
         self._handed_out: dict[str, set[str]] = {}
 
@@ -144,8 +147,10 @@ class Switchboard:
         while True:
             try:
                 if after == "0":
-                    await self._make_group(stream)
-                entries = await self._read(stream, after)
+                    async with asyncio.timeout(ANSWER_S_MAX):
+                        await self._make_group(stream)
+                async with asyncio.timeout(READ_BLOCK_S + ANSWER_S_MAX):
+                    entries = await self._read(stream, after)
             except ResponseError as error:
                 if "NOGROUP" not in str(error):
                     raise
@@ -317,7 +322,8 @@ class Switchboard:
         outage = _Outage(f"{what} at {self.redis_url}")
         while True:
             try:
-                return await operation()
+                async with asyncio.timeout(ANSWER_S_MAX):
+                    return await operation()
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 await outage.wait(error)
             except RedisError as error:
