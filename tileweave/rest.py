@@ -1,9 +1,9 @@
 """A synchronous client of the server's REST interface, for scripts, the command line and tests.
 
-One `Client` holds one connection pool and, where given, the admin token, which travels in the Authorization header only.
-Answers are the server's JSON as plain dictionaries (README.md and /docs name the fields); every failure, of the network
-or of the request, is a `RestError` whose text is fit to show. Left out: retries (the caller knows what may be repeated)
-and asynchronous use.
+One `Client` holds one connection pool and, where given, the admin token, which travels in the Authorization header
+only. Answers are the server's JSON as plain dictionaries (/docs names the fields); every failure, of the network or of
+the request, is a `RestError` whose text is fit to show. Left out: retries (the caller knows what may be repeated) and
+asynchronous use.
 """
 
 from __future__ import annotations

@@ -1,0 +1,121 @@
+"""What waits to be sent to one device, in the order in which it goes.
+
+Control messages (ACK, REVOKE, PING, BYE) go first, between two panel chunks if need be: an ACK never waits for 64 MiB.
+Leases wait in a queue of their own; only when a lease's turn comes is it decided which of its two panels this
+connection has not been sent yet, so that a lease revoked in the queue costs nothing and leaves nothing half-true. DROP
+goes through the same queue, behind the chunks it could otherwise overtake.
+
+Pure: no socket, no clock. Bounded: a device that does not read fills its outbox and is closed (`full`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backend.switchboard.messages import PanelRef, Push
+from tileweave.protocol import Drop, Message, chunks
+
+ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [offset, offset + length) of a panel of `size` bytes, for the lease `lease`."""
+
+    ref: PanelRef
+    lease: int
+    offset: int
+    length: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Resend:
+    ref: PanelRef
+    lease: int
+
+
+class Outbox:
+    """The queues of one connection. `next()` gives what goes to the socket next, or None."""
+
+    def __init__(self, frame_bytes_max: int, messages_max: int) -> None:
+        self._frame_bytes_max = frame_bytes_max
+        self._messages_max = messages_max
+        self._control: deque[Message] = deque()
+        self._work: deque[Push | _Resend | Drop] = deque()
+        self._turn: Iterator[Message | Chunk] = iter(())
+        self._turn_lease: int | None = None
+        self._sent: set[str] = set()
+
+    @property
+    def full(self) -> bool:
+        """More waits than a device that reads would ever leave."""
+        return len(self._control) + len(self._work) > self._messages_max
+
+    def control(self, message: Message) -> None:
+        """Send this before any further chunk."""
+        self._control.append(message)
+
+    def push(self, push: Push) -> None:
+        """Send a lease after whichever of its panels is missing."""
+        self._work.append(push)
+
+    def resend(self, ref: PanelRef, lease: int) -> None:
+        """The device lost this panel: send it again, unless it is on its way already."""
+        if ref.panel in self._sent and all(
+            not (isinstance(item, _Resend) and item.ref.panel == ref.panel) for item in self._work
+        ):
+            self._work.appendleft(_Resend(ref, lease))
+
+    def revoke(self, leases: set[int]) -> None:
+        """Forget leases that have not been sent; what is left of their panels is not sent either."""
+        self._work = deque(item for item in self._work if not (isinstance(item, Push) and item.lease.lease in leases))
+
+    def drop(self, panels: list[str]) -> None:
+        """These panels will not be leased again: DROP those that were sent."""
+        held = [panel for panel in panels if panel in self._sent]
+        self._sent.difference_update(held)
+        for first in range(0, len(held), 1024):
+            self._work.append(Drop(panels=held[first : first + 1024]))
+
+    def lost(self, lease: int, panel: str) -> None:
+        """A panel's bytes are gone: what is left of this lease is not sent, and the panel does not count as sent."""
+        self._sent.discard(panel)
+        if self._turn_lease == lease:
+            self._turn = iter(())
+            self._turn_lease = None
+        self.revoke({lease})
+
+    def next(self) -> Message | Chunk | None:
+        """What goes next; control first, then the lease whose turn it is."""
+        if self._control:
+            return self._control.popleft()
+        while True:
+            piece = next(self._turn, None)
+            if piece is not None:
+                return piece
+            self._turn_lease = None
+            if not self._work:
+                return None
+            item = self._work.popleft()
+            self._turn = self._pieces(item)
+            self._turn_lease = item.lease.lease if isinstance(item, Push) else None
+
+    def _pieces(self, item: Push | _Resend | Drop) -> Iterator[Message | Chunk]:
+        if isinstance(item, Drop):
+            yield item
+        elif isinstance(item, _Resend):
+            yield from self._panel(item.ref, item.lease)
+        else:
+            for ref in (item.a, item.b):
+                if ref.panel not in self._sent:
+                    yield from self._panel(ref, item.lease.lease)
+            yield item.lease
+
+    def _panel(self, ref: PanelRef, lease: int) -> Iterator[Chunk]:
+        self._sent.add(ref.panel)
+        size = ref.rows * ref.k * ELEMENT_BYTES
+        for offset, length in chunks(size, self._frame_bytes_max):
+            yield Chunk(ref, lease, offset, length, size)
