@@ -1,0 +1,155 @@
+"""Tiles: what one costs on a device, and how a rectangle is cut into them for one device.
+
+A tile is moved as two panels (rows of A, rows of B^T, full k) and one result. The idea of `cut`: large enough that a
+lease's fixed cost and the round trip disappear in it, small enough that a share has tiles to overlap (one downloads,
+one computes, one uploads) and that a lost one costs little; near-square, because panel bytes grow with the
+half-perimeter. The order is a growing square, so that each new panel serves as many tiles as possible at once.
+
+Left out: splitting k (each tile has the full k), and streaming a tile's operands in chunks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from planner.shapes import Device, Gemm, PlanLimits, Rect
+
+EDGE = 8
+"""Tile edges are multiples of this where there is room: a kernel's register block and a cache line of results."""
+
+TILES_AIM = 64
+"""Tiles of a large share: an 8 x 8 grid comes within 1.1-1.2 of a perfectly overlapped share."""
+
+TILE_LEASES_MIN = 4
+"""A tile should take this many times the fixed cost of its lease."""
+
+TILE_SECONDS_MAX = 2.0
+"""A tile longer than this is cut further: it is what a lost device costs."""
+
+
+def panel_bytes(rect: Rect, gemm: Gemm) -> tuple[int, int]:
+    """Bytes of the rectangle's panel of A and of B^T."""
+    row = gemm.element_bytes * gemm.k
+    return row * rect.batch * rect.m, row * rect.batch * rect.n
+
+
+def result_bytes(rect: Rect, gemm: Gemm) -> int:
+    """Bytes of the rectangle of C."""
+    return gemm.element_bytes * rect.elements
+
+
+def tile_bytes(rect: Rect, gemm: Gemm) -> int:
+    """Bytes of both panels and the result: what one lease needs on a device that holds nothing."""
+    return sum(panel_bytes(rect, gemm)) + result_bytes(rect, gemm)
+
+
+def tile_seconds(rect: Rect, gemm: Gemm, device: Device, new_panel_bytes: int, lease_seconds: float) -> float:
+    """Seconds from sending a lease to its result on an idle device that must first download `new_panel_bytes`: the sum
+    of all stages, since within one tile nothing overlaps."""
+    return (
+        device.rtt_s
+        + lease_seconds
+        + new_panel_bytes / device.down_bps
+        + rect.flop(gemm.k) / device.flops
+        + result_bytes(rect, gemm) / device.up_bps
+    )
+
+
+def fits(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits) -> bool:
+    """May this be one tile of that device? Its panels and result within the wire's limits, and the memory holding two
+    such tiles, so that one can arrive while the other computes."""
+    a, b = panel_bytes(rect, gemm)
+    return (
+        max(a, b) <= limits.panel_bytes_max
+        and result_bytes(rect, gemm) <= limits.result_bytes_max
+        and 2 * tile_bytes(rect, gemm) <= device.memory_bytes
+    )
+
+
+def smallest_tile_bytes(gemm: Gemm) -> int:
+    """Memory a device must have to take any part of this GEMM: two tiles of one element."""
+    return 2 * gemm.element_bytes * (2 * gemm.k + 1)
+
+
+def cut(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits) -> tuple[Rect, ...]:
+    """Cut `rect` into tiles for `device`, in the order they should go out; they cover it exactly. Empty where not even
+    one element fits the device's memory or the limits."""
+    return split(rect, gemm, device, limits, tiles_wanted(rect, gemm, device, limits))
+
+
+def tiles_wanted(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits) -> int:
+    """How many tiles this rectangle should be, by time alone."""
+    seconds = tile_seconds(rect, gemm, device, sum(panel_bytes(rect, gemm)), 0.0) - device.rtt_s
+    seconds_min = max(TILE_LEASES_MIN * limits.lease_seconds, device.rtt_s / 2)
+    aim = min(TILES_AIM, int(seconds / seconds_min)) if seconds_min > 0 else TILES_AIM
+    return max(1, min(max(aim, math.ceil(seconds / TILE_SECONDS_MAX)), limits.tiles_per_share_max))
+
+
+def split(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int) -> tuple[Rect, ...]:
+    """Cut into about `wanted` tiles, more where they would not fit; empty where nothing fits."""
+    if rect.batch == 1:
+        return _split_plane(rect, gemm, device, limits, wanted)
+    entry = Rect(rect.b0, rect.b0 + 1, rect.m0, rect.m1, rect.n0, rect.n1)
+    if wanted <= rect.batch and fits(entry, gemm, device, limits):
+        runs = wanted
+        while not all(fits(tile, gemm, device, limits) for tile in _batch_runs(rect, runs)):
+            runs = min(2 * runs, rect.batch)
+        return tuple(_batch_runs(rect, runs))
+    each = math.ceil(wanted / rect.batch)
+    tiles: list[Rect] = []
+    for b in range(rect.b0, rect.b1):
+        plane = _split_plane(Rect(b, b + 1, rect.m0, rect.m1, rect.n0, rect.n1), gemm, device, limits, each)
+        if not plane:
+            return ()
+        tiles += plane
+    return tuple(tiles)
+
+
+def edges(start: int, stop: int, parts: int) -> list[int]:
+    """`parts` + 1 ascending borders of nearly even parts; multiples of `EDGE` from `start` where each part has room."""
+    length = stop - start
+    step = EDGE if length >= EDGE * parts else 1
+    units = -(-length // step)
+    return [start + min(length, step * (i * units // parts)) for i in range(parts)] + [stop]
+
+
+def _batch_runs(rect: Rect, runs: int) -> list[Rect]:
+    borders = [rect.b0 + i * rect.batch // runs for i in range(runs + 1)]
+    return [
+        Rect(b0, b1, rect.m0, rect.m1, rect.n0, rect.n1)
+        for b0, b1 in zip(borders, borders[1:], strict=False)
+        if b1 > b0
+    ]
+
+
+def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int) -> tuple[Rect, ...]:
+    edge = math.sqrt(rect.m * rect.n / wanted)
+    rows = max(1, min(rect.m, round(rect.m / edge), wanted))
+    columns = max(1, min(rect.n, round(wanted / rows)))
+    while True:
+        row_edges, column_edges = edges(rect.m0, rect.m1, rows), edges(rect.n0, rect.n1, columns)
+        height = max(b - a for a, b in zip(row_edges, row_edges[1:], strict=False))
+        width = max(b - a for a, b in zip(column_edges, column_edges[1:], strict=False))
+        if fits(Rect(0, 1, 0, height, 0, width), gemm, device, limits):
+            break
+        if height == width == 1:
+            return ()
+        if height >= width:
+            rows = min(rect.m, rows * 2)
+        else:
+            columns = min(rect.n, columns * 2)
+    return tuple(
+        Rect(rect.b0, rect.b1, row_edges[i], row_edges[i + 1], column_edges[j], column_edges[j + 1])
+        for i, j in _growing_square(rows, columns)
+    )
+
+
+def _growing_square(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Grid cells in the order (0,0), (0,1), (1,0), (1,1), (0,2), (1,2), (2,0), ...: shell s adds column s, then row s."""
+    order: list[tuple[int, int]] = []
+    for s in range(max(rows, columns)):
+        if s < columns:
+            order += [(i, s) for i in range(min(s, rows))]
+        if s < rows:
+            order += [(s, j) for j in range(min(s + 1, columns))]
+    return order
