@@ -11,6 +11,7 @@ Left out: partitions that are not column-based.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -56,10 +57,10 @@ def _columns(shares: np.ndarray, height: int, width: int) -> tuple[float, list[i
 
 
 def _place(shares: np.ndarray, borders: list[int], height: int, width: int) -> list[Plane]:
-    columns = [float(shares[a:b].sum()) for a, b in zip(borders, borders[1:], strict=False)]
+    columns = [float(shares[a:b].sum()) for a, b in pairwise(borders)]
     column_edges = rounded_edges(columns, width)
     planes: list[Plane] = []
-    for c, (a, b) in enumerate(zip(borders, borders[1:], strict=False)):
+    for c, (a, b) in enumerate(pairwise(borders)):
         row_edges = rounded_edges([float(s) for s in shares[a:b]], height)
         planes += [(row_edges[i], row_edges[i + 1], column_edges[c], column_edges[c + 1]) for i in range(b - a)]
     return planes

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,13 +191,13 @@ def _divide(gemm: Gemm, chosen: list[Device], areas: list[float], limits: PlanLi
         borders = [round(border * steps) / steps for border in borders]
     rects: list[list[Rect]] = [[] for _ in chosen]
     shared: dict[int, list[tuple[int, float]]] = {}
-    for i, (start, stop) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (start, stop) in enumerate(pairwise(borders)):
         first, last = math.ceil(start), math.floor(stop)
         if first < last:
             rects[i].append(Rect(first, last, 0, gemm.m, 0, gemm.n))
         for b in {math.floor(start), math.ceil(stop) - 1}:
             part = min(stop, b + 1) - max(start, b)
-            if 0 < part and not first <= b < last:
+            if part > 0 and not first <= b < last:
                 shared.setdefault(b, []).append((i, part))
     for b, parts in shared.items():
         planes = partition([part for _, part in parts], gemm.m, gemm.n)

@@ -102,9 +102,9 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
     """What a tile may be: the wire's and the settings' ceilings, and the cost of one lease whatever its size.
-    `lease_seconds` passes from a lease's sending to the next in addition to transfers and kernel; `server_seconds` of it
-    are the server's own work, which all devices of the fleet wait for in turn. `tiles_per_share_max` bounds a share's
-    tiles unless memory asks for smaller ones."""
+    `lease_seconds` passes from a lease's sending to the next in addition to transfers and kernel; `server_seconds` of
+    it are the server's own work, which all devices of the fleet wait for in turn. `tiles_per_share_max` bounds a
+    share's tiles unless memory asks for smaller ones."""
 
     panel_bytes_max: int = 64 << 20
     result_bytes_max: int = 64 << 20

@@ -11,6 +11,7 @@ Left out: splitting k (each tile has the full k), and streaming a tile's operand
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from planner.shapes import Device, Gemm, PlanLimits, Rect
 
@@ -115,11 +116,7 @@ def edges(start: int, stop: int, parts: int) -> list[int]:
 
 def _batch_runs(rect: Rect, runs: int) -> list[Rect]:
     borders = [rect.b0 + i * rect.batch // runs for i in range(runs + 1)]
-    return [
-        Rect(b0, b1, rect.m0, rect.m1, rect.n0, rect.n1)
-        for b0, b1 in zip(borders, borders[1:], strict=False)
-        if b1 > b0
-    ]
+    return [Rect(b0, b1, rect.m0, rect.m1, rect.n0, rect.n1) for b0, b1 in pairwise(borders) if b1 > b0]
 
 
 def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int) -> tuple[Rect, ...]:
@@ -128,8 +125,8 @@ def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wan
     columns = max(1, min(rect.n, round(wanted / rows)))
     while True:
         row_edges, column_edges = edges(rect.m0, rect.m1, rows), edges(rect.n0, rect.n1, columns)
-        height = max(b - a for a, b in zip(row_edges, row_edges[1:], strict=False))
-        width = max(b - a for a, b in zip(column_edges, column_edges[1:], strict=False))
+        height = max(b - a for a, b in pairwise(row_edges))
+        width = max(b - a for a, b in pairwise(column_edges))
         if fits(Rect(0, 1, 0, height, 0, width), gemm, device, limits):
             break
         if height == width == 1:
@@ -145,7 +142,7 @@ def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wan
 
 
 def _growing_square(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Grid cells in the order (0,0), (0,1), (1,0), (1,1), (0,2), (1,2), (2,0), ...: shell s adds column s, then row s."""
+    """Grid cells in the order (0,0), (0,1), (1,0), (1,1), (0,2), ...: shell s adds column s, then row s."""
     order: list[tuple[int, int]] = []
     for s in range(max(rows, columns)):
         if s < columns:
