@@ -20,6 +20,7 @@ job).
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import Any, Final
 
@@ -29,12 +30,14 @@ from tileweave.protocol.messages import MESSAGES, PROTOCOL_VERSION, Kind, Messag
 
 FRAME_BYTES_MAX: Final = 1 << 20
 META_BYTES_MAX: Final = 1 << 16
+NESTING_MAX: Final = 64  # objects and lists within each other, the outermost included
 HEADER_BYTES: Final = 16
 MAGIC: Final = b"TW"
 ELEMENT_BYTES: Final = {"f32": 4}
 ERROR_TEXT_MAX: Final = 300  # of an error that may quote the peer; BYE and ACK carry up to 500
 
 _HEADER = struct.Struct("<2sBBIII")
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
 _ZEROS = bytes(HEADER_BYTES)
 _NOTHING = memoryview(b"")
 _encoder = msgspec.json.Encoder()
@@ -121,13 +124,26 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int]:
 def _decode_meta(kind: Kind, meta: memoryview) -> Message:
     """The message struct in `meta`, every field within the bounds of messages.py."""
     try:
+        text = str(meta, "utf-8")
+        _refuse_deep_nesting(text)
         message = _decoders[kind].decode(meta)
         # A second reading, 3 us for a RESULT, since msgspec takes the last of two equal keys without a word: two
         # readers could then see two different messages.
-        _KEYS.decode(str(meta, "utf-8"))
-    except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        _KEYS.decode(text)
+    except ValueError as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors too
         raise ProtocolError(f"{kind.name}: {error}") from None
     return message
+
+
+def _refuse_deep_nesting(text: str) -> None:
+    """Keeps every reader within the same depth, and clear of its own recursion limit."""
+    if text.count("[") + text.count("{") <= NESTING_MAX:
+        return
+    depth = 0
+    for bracket in _STRING_OR_BRACKET.findall(text):
+        depth += 1 if bracket in ("[", "{") else -1 if bracket in ("]", "}") else 0
+        if depth > NESTING_MAX:
+            raise ValueError(f"metadata nested over {NESTING_MAX} levels")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> None:

@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 1
 JS_SAFE_INTEGER_MAX = 2**53 - 1
 DIMENSION_MAX = 2**24
 
-Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+\Z")]  # \Z: $ lets a newline by
 LeaseId = Annotated[int, Meta(ge=0, le=JS_SAFE_INTEGER_MAX)]
 Dimension = Annotated[int, Meta(ge=1, le=DIMENSION_MAX)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]

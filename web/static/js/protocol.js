@@ -20,7 +20,7 @@ export const CHUNK_BYTES_MAX = FRAME_BYTES_MAX - CHUNK_HEADROOM_BYTES;
 export const DIMENSION_MAX = 2 ** 24;
 const SIZE_MAX = 2 ** 40;
 const ERROR_TEXT_MAX = 300; // of an error that may quote the peer; BYE carries up to 500
-const NESTING_MAX = 64;
+const NESTING_MAX = 64; // objects and lists within each other, the outermost included
 const MAGIC = 0x5754; // "TW", little-endian
 const ELEMENT_BYTES = { f32: 4 };
 
@@ -98,8 +98,8 @@ const number = (max) => (value) =>
 
 /** Lengths count code points, as Python does. @type {(max: number, min?: number) => Check} */
 const text = (max, min = 0) => (value) => {
-  const fits = typeof value === "string" && value.length <= 2 * max && [...value].length <= max && value.length >= min;
-  return fits ? "" : `a string of ${min} to ${max} characters`;
+  const length = typeof value === "string" && value.length <= 2 * max ? [...value].length : -1;
+  return length >= min && length <= max ? "" : `a string of ${min} to ${max} characters`;
 };
 
 /** @type {(...values: string[]) => Check} */
@@ -323,7 +323,7 @@ function parseMeta(type, bytes) {
 function countKeys(value, depth) {
   if (typeof value === "string" && /\p{Surrogate}/u.test(value)) throw new ProtocolError("a lone surrogate in a string");
   if (typeof value !== "object" || value === null) return 0;
-  if (depth > NESTING_MAX) throw new ProtocolError(`metadata nested over ${NESTING_MAX} levels`);
+  if (depth >= NESTING_MAX) throw new ProtocolError(`metadata nested over ${NESTING_MAX} levels`);
   if (Array.isArray(value)) return value.reduce((keys, item) => keys + countKeys(item, depth + 1), 0);
   const entries = Object.entries(value);
   return entries.reduce((keys, [key, item]) => keys + 1 + countKeys(key, depth) + countKeys(item, depth + 1), 0);
