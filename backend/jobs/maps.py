@@ -1,0 +1,93 @@
+"""The coordinator's view of memory-mapped files: operands and result slots to read, regions of C to write.
+
+The idea: a file is mapped once, whole, and arrays are views into the map. The cache is bounded and forgets the least
+recently used map; a map stays alive for as long as an array looks into it. A path must lie below the run directory,
+whatever a message says, and a region must lie inside its file, so that a wrong message is an error here and never a
+bus error. What a file name means stays the writer's: it never shrinks a file, and a new file gets a new inode.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.shapes import Rect
+from tileweave.script.wire import Region
+
+MAPS_MAX = 64
+ELEMENT_BYTES = 4
+Floats = NDArray[np.float32]
+
+
+class RegionError(ValueError):
+    """A region that is not where it says: outside the run directory, past the end of its file, or no such file."""
+
+
+class Maps:
+    """Views of files below `root`. Safe for threads. `writable` maps are for regions of C only."""
+
+    def __init__(self, root: Path, *, writable: bool = False, maps_max: int = MAPS_MAX) -> None:
+        self._root = os.fspath(root.absolute()) + os.sep
+        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._maps_max = maps_max
+        self._maps: OrderedDict[str, tuple[tuple[int, int], mmap.mmap]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def floats(self, region: Region, count: int) -> Floats:
+        """The region as `count` float32 numbers. Raises RegionError."""
+        if region.size != count * ELEMENT_BYTES:
+            raise RegionError(f"a region of {region.size} bytes, expected {count * ELEMENT_BYTES} ({count} float32)")
+        if region.offset < 0 or region.offset % ELEMENT_BYTES:
+            raise RegionError(f"a region at offset {region.offset}, expected a positive multiple of {ELEMENT_BYTES}")
+        return np.frombuffer(self._mapped(region.path, region.offset + region.size), np.float32, count, region.offset)
+
+    def _mapped(self, path: str, end: int) -> mmap.mmap:
+        if not path.startswith(self._root) or ".." in Path(path).parts:
+            raise RegionError(f"got a region of {path}, expected a file below {self._root}")
+        try:
+            with self._lock:
+                now = Path(path).stat()
+                identity = (now.st_dev, now.st_ino)
+                known = self._maps.get(path)
+                if known is not None and known[0] == identity and len(known[1]) >= end:
+                    self._maps.move_to_end(path)
+                    return known[1]
+                with open(path, "r+b" if self._access == mmap.ACCESS_WRITE else "rb") as file:  # noqa: PTH123
+                    mapped = mmap.mmap(file.fileno(), 0, access=self._access)
+                if len(mapped) < end:
+                    raise RegionError(f"a region up to byte {end} of {path}, which has {len(mapped)}")
+                self._maps[path] = (identity, mapped)  # a replaced map goes when the last array lets it go
+                if len(self._maps) > self._maps_max:
+                    self._maps.popitem(last=False)
+                return mapped
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            if isinstance(error, RegionError):
+                raise
+            raise RegionError(f"{path}: {error}") from error
+
+
+def assemble(c: Floats, tile: Floats, rect: Rect) -> None:
+    """Writes a verified tile, flat, into C (batch, m, n). Doing it twice changes nothing."""
+    c[rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1] = tile.reshape(rect.batch, rect.m, rect.n)
+
+
+def sweep(run_dir: Path) -> int:
+    """Empties the run directory before anything runs: files of work in flight mean nothing to a fresh start. Returns
+    the bytes that orphans held. What cannot be deleted (another user's) raises OSError."""
+    held = 0
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in run_dir.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            held += sum(found.lstat().st_size for found in path.rglob("*") if found.is_file())
+            shutil.rmtree(path)
+        else:
+            held += path.lstat().st_size
+            path.unlink()
+    return held

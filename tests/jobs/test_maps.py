@@ -1,0 +1,95 @@
+"""Views of shared files: what lies inside is seen without a copy, what does not is an error and never a crash."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.jobs.maps import Maps, RegionError, assemble, sweep
+from planner.shapes import Rect
+from tileweave.script.wire import Region
+
+
+def test_a_view_sees_what_is_written_and_writes_through(tmp_path) -> None:
+    path = tmp_path / "segment"
+    np.arange(16, dtype=np.float32).tofile(path)
+    region = Region(str(path), 8, 16)
+    seen = Maps(tmp_path).floats(region, 4)
+    assert seen.tolist() == [2, 3, 4, 5]
+    assert not seen.flags.writeable
+    Maps(tmp_path, writable=True).floats(region, 4)[1] = -1
+    assert seen.tolist() == [2, -1, 4, 5]
+
+
+def test_a_file_that_grew_or_was_replaced_is_mapped_anew(tmp_path) -> None:
+    path = tmp_path / "segment"
+    maps = Maps(tmp_path)
+    np.zeros(4, np.float32).tofile(path)
+    assert maps.floats(Region(str(path), 0, 16), 4).sum() == 0
+    with path.open("ab") as file:
+        file.write(np.ones(4, np.float32).tobytes())
+    assert maps.floats(Region(str(path), 16, 16), 4).sum() == 4
+    path.unlink()
+    np.full(8, 7, np.float32).tofile(path)
+    assert maps.floats(Region(str(path), 0, 16), 4).sum() == 28
+
+
+def test_arrays_outlive_the_cache(tmp_path) -> None:
+    maps = Maps(tmp_path, maps_max=1)
+    for name in ("a", "b"):
+        np.full(4, ord(name), np.float32).tofile(tmp_path / name)
+    first = maps.floats(Region(str(tmp_path / "a"), 0, 16), 4)
+    maps.floats(Region(str(tmp_path / "b"), 0, 16), 4)
+    assert first.tolist() == [97] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "size", "count", "what"),
+    [
+        ("run/../secret", 0, 16, 4, "below"),
+        ("/etc/hostname", 0, 4, 1, "below"),
+        ("run/segment", 0, 12, 4, "12 bytes, expected 16"),
+        ("run/segment", -4, 16, 4, "offset -4"),
+        ("run/segment", 2, 16, 4, "offset 2"),
+        ("run/segment", 4, 16, 4, "up to byte 20 .* has 16"),
+        ("run/missing", 0, 16, 4, "No such file"),
+        ("run/empty", 0, 16, 4, "empty"),
+    ],
+)
+def test_regions_that_are_not_there(tmp_path, name, offset, size, count, what) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    np.zeros(4, np.float32).tofile(run / "segment")
+    (run / "empty").touch()
+    with pytest.raises(RegionError, match=what):
+        Maps(run).floats(Region(str(tmp_path / name), offset, size), count)
+
+
+@given(st.data())
+def test_tiles_that_cover_c_assemble_it(data) -> None:
+    batch, m, n = (data.draw(st.integers(1, 5)) for _ in range(3))
+    wanted = np.random.default_rng(batch * 25 + m * 5 + n).random((batch, m, n), np.float32)
+    cut_m, cut_n = data.draw(st.integers(0, m)), data.draw(st.integers(0, n))
+    c = np.full((batch, m, n), np.nan, np.float32)
+    for b in range(batch):
+        for m0, m1 in ((0, cut_m), (cut_m, m)):
+            for n0, n1 in ((0, cut_n), (cut_n, n)):
+                tile = np.ascontiguousarray(wanted[b : b + 1, m0:m1, n0:n1]).ravel()
+                assemble(c, tile, Rect(b, b + 1, m0, m1, n0, n1))
+    assert (c == wanted).all()
+
+
+def test_sweep_empties_and_never_follows_links(tmp_path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    (other / "keep").write_bytes(b"x")
+    assert sweep(run) == 0
+    (run / "jobs" / "j").mkdir(parents=True)
+    (run / "jobs" / "j" / "segment-0.bin").write_bytes(bytes(100))
+    (run / "results-0.bin").write_bytes(bytes(10))
+    (run / "link").symlink_to(other)
+    assert sweep(run) >= 110
+    assert list(run.iterdir()) == []
+    assert (other / "keep").exists()
