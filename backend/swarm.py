@@ -168,7 +168,11 @@ class Swarm:
 
     def add_browser(self, name: str, threads: int = 1) -> Chromium:
         """A volunteer in headless Chromium, with a throw-away identity."""
-        browser = Chromium(f"{self.url}/?autostart=1&throwaway=1&threads={threads}&name={name}")
+        return self.add_page(f"{self.url}/?autostart=1&throwaway=1&threads={threads}&name={name}")
+
+    def add_page(self, url: str) -> Chromium:
+        """A browser showing any page, ended with the swarm."""
+        browser = Chromium(url)
         self._volunteers.append(browser)
         return browser
 
