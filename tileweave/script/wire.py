@@ -29,14 +29,14 @@ class ScriptMessage(Struct, frozen=True, kw_only=True, tag_field="t", omit_defau
 # ---- script -> coordinator -------------------------------------------------------------------------------------------
 
 
-class ScriptHello(ScriptMessage, tag="hello"):
+class ScriptHello(ScriptMessage, frozen=True, tag="hello"):
     """First frame. `token` is the one-off secret the supervisor gave both processes."""
 
     token: str
     pid: int
 
 
-class GemmRequest(ScriptMessage, tag="gemm"):
+class GemmRequest(ScriptMessage, frozen=True, tag="gemm"):
     """C_i[m,n] = A_i[m,k] B_i[k,n] for i < batch, float32. a: batch x m rows of k; b: batch x n rows of k (B^T);
     c: batch x m x n, written by the coordinator before it answers. The script leaves a and b untouched until then."""
 
@@ -51,7 +51,7 @@ class GemmRequest(ScriptMessage, tag="gemm"):
     c: Region
 
 
-class StepReport(ScriptMessage, tag="step"):
+class StepReport(ScriptMessage, frozen=True, tag="step"):
     """One optimizer step is done. `samples` counts tokens or rows of the batch; FLOP are of GEMMs, 2mnk each."""
 
     step: int
@@ -63,7 +63,7 @@ class StepReport(ScriptMessage, tag="step"):
     unit: str = "tokens"
 
 
-class CheckpointWritten(ScriptMessage, tag="checkpoint"):
+class CheckpointWritten(ScriptMessage, frozen=True, tag="checkpoint"):
     """A checkpoint file is complete and synced under its final name; answered by `Recorded` once the store has it."""
 
     step: int
@@ -72,20 +72,20 @@ class CheckpointWritten(ScriptMessage, tag="checkpoint"):
     size: int
 
 
-class SampleText(ScriptMessage, tag="sample"):
+class SampleText(ScriptMessage, frozen=True, tag="sample"):
     """Text the model generated, for the job page."""
 
     step: int
     text: str
 
 
-class ScriptDone(ScriptMessage, tag="done"):
+class ScriptDone(ScriptMessage, frozen=True, tag="done"):
     """The script finished; `result` is a file for GET /jobs/{id}/result, if it made one."""
 
     result: str | None = None
 
 
-class ScriptFailed(ScriptMessage, tag="failed"):
+class ScriptFailed(ScriptMessage, frozen=True, tag="failed"):
     """The script cannot go on; `reason` is shown to the admin."""
 
     reason: str
@@ -94,8 +94,8 @@ class ScriptFailed(ScriptMessage, tag="failed"):
 # ---- coordinator -> script -------------------------------------------------------------------------------------------
 
 
-class ScriptWelcome(ScriptMessage, tag="welcome"):
-    """Answer to hello: the job as submitted, the epoch of this run, where to write, and the checkpoint to go on from."""
+class ScriptWelcome(ScriptMessage, frozen=True, tag="welcome"):
+    """Answer to hello: the job as submitted, this run's epoch, where to write, and the checkpoint to go on from."""
 
     job: str
     epoch: int
@@ -110,26 +110,26 @@ class ScriptWelcome(ScriptMessage, tag="welcome"):
     resume_sha256: str | None = None
 
 
-class Product(ScriptMessage, tag="product"):
+class Product(ScriptMessage, frozen=True, tag="product"):
     """The product of GEMM `id` stands in its region c, every tile verified."""
 
     id: int
 
 
-class GemmFailed(ScriptMessage, tag="gemm_failed"):
+class GemmFailed(ScriptMessage, frozen=True, tag="gemm_failed"):
     """GEMM `id` cannot be computed (operands not finite, say)."""
 
     id: int
     reason: str
 
 
-class Recorded(ScriptMessage, tag="recorded"):
+class Recorded(ScriptMessage, frozen=True, tag="recorded"):
     """The checkpoint of `step` is in the store: older ones may be deleted."""
 
     step: int
 
 
-class Control(ScriptMessage, tag="control"):
+class Control(ScriptMessage, frozen=True, tag="control"):
     """`cancel` ends the script at its next GEMM or step, before a further checkpoint."""
 
     what: Literal["cancel"]
