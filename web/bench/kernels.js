@@ -8,8 +8,8 @@
 import { Kernel } from "/static/js/wasm_kernel.js";
 
 const SHAPES = [[256, 256, 256], [512, 512, 512], [1024, 1024, 1024], [256, 256, 2048], [128, 2048, 512]];
-const ROUNDS = 9;
-const ROUND_MS = 80;
+const ROUNDS = 31;
+const ROUND_MS = 25;
 
 /** @param {() => void} run @returns {number} seconds per call over one round */
 function round(run) {
