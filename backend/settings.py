@@ -76,6 +76,12 @@ class Settings(BaseSettings):
     outbox_messages_max: int = Field(default=4096, ge=16)
     # Upload slots of one gateway together; beyond it a finished upload waits for a slot.
     slots_bytes_max: int = Field(default=GIB, ge=4 * KIB)
+    # How long a finished upload waits for a slot before its device is told to come back with it (BYE busy).
+    slot_wait_s_max: float = Field(default=4.0, gt=0)
+    # A slot whose coordinator never released it (it crashed in between) is used again after this.
+    slot_held_s_max: float = Field(default=600.0, gt=0)
+    # Between two chunks of one result; a device that breaks off keeps no slot.
+    upload_stall_s_max: float = Field(default=15.0, gt=0)
     # Files (arenas of jobs) a gateway keeps mapped at once.
     maps_max: int = Field(default=64, ge=1)
     # Messages a second one device may send beyond the chunks of its results: pings, status, fails.
@@ -135,6 +141,8 @@ class Settings(BaseSettings):
             raise ValueError("got one of tls_cert and tls_key, expected both or neither")
         if self.silence_s_max <= 2 * self.ping_s:
             raise ValueError(f"silence_s_max {self.silence_s_max} must be more than two pings ({self.ping_s} s each)")
+        if self.slot_wait_s_max >= self.silence_s_max:
+            raise ValueError(f"slot_wait_s_max {self.slot_wait_s_max} must be below silence_s_max {self.silence_s_max}")
         if self.admin_token is not None and len(self.admin_token.get_secret_value()) < 16:
             raise ValueError("admin_token is shorter than 16 characters; use a longer one, e.g. `openssl rand -hex 24`")
         return self

@@ -46,7 +46,7 @@ class Outbox:
         self._control: deque[Message] = deque()
         self._work: deque[Push | _Resend | Drop] = deque()
         self._turn: Iterator[Message | Chunk] = iter(())
-        self._turn_lease: int | None = None
+        self._turn_lease: int | None = None  # None: not a lease's turn, or the lease was revoked meanwhile
         self._sent: set[str] = set()
 
     @property
@@ -70,7 +70,9 @@ class Outbox:
             self._work.appendleft(_Resend(ref, lease))
 
     def revoke(self, leases: set[int]) -> None:
-        """Forget leases that have not been sent; what is left of their panels is not sent either."""
+        """Forget leases that have not been sent. A panel that has begun is sent to its end, no other is."""
+        if self._turn_lease in leases:
+            self._turn_lease = None
         self._work = deque(item for item in self._work if not (isinstance(item, Push) and item.lease.lease in leases))
 
     def drop(self, panels: list[str]) -> None:
@@ -81,12 +83,15 @@ class Outbox:
             self._work.append(Drop(panels=held[first : first + 1024]))
 
     def lost(self, lease: int, panel: str) -> None:
-        """A panel's bytes are gone: what is left of this lease is not sent, and the panel does not count as sent."""
+        """A panel is gone before its first chunk: the lease is not sent, and the panel does not count as sent."""
         self._sent.discard(panel)
-        if self._turn_lease == lease:
-            self._turn = iter(())
-            self._turn_lease = None
+        self._turn = iter(())
         self.revoke({lease})
+
+    def last_words(self) -> Iterator[Message]:
+        """The control messages that still wait; what a closing connection sends before BYE."""
+        while self._control:
+            yield self._control.popleft()
 
     def next(self) -> Message | Chunk | None:
         """What goes next; control first, then the lease whose turn it is."""
@@ -100,8 +105,8 @@ class Outbox:
             if not self._work:
                 return None
             item = self._work.popleft()
-            self._turn = self._pieces(item)
             self._turn_lease = item.lease.lease if isinstance(item, Push) else None
+            self._turn = self._pieces(item)
 
     def _pieces(self, item: Push | _Resend | Drop) -> Iterator[Message | Chunk]:
         if isinstance(item, Drop):
@@ -110,9 +115,10 @@ class Outbox:
             yield from self._panel(item.ref, item.lease)
         else:
             for ref in (item.a, item.b):
-                if ref.panel not in self._sent:
+                if ref.panel not in self._sent and self._turn_lease is not None:
                     yield from self._panel(ref, item.lease.lease)
-            yield item.lease
+            if self._turn_lease is not None:
+                yield item.lease
 
     def _panel(self, ref: PanelRef, lease: int) -> Iterator[Chunk]:
         self._sent.add(ref.panel)

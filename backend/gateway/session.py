@@ -1,9 +1,9 @@
 """What one device may say once it is let in, and what follows from it: frames in, effects out.
 
 The session knows the leases that this connection was handed, and the results the device finished on an earlier
-connection (HELLO.leases). A RESULT of a leased tile must have exactly the leased length; one that is sent again after a
-reconnect may have any length within the limit, and it is the coordinator that knows whether it is still wanted. Whatever
-else comes is answered `late` or `duplicate` at once, so that no client tries for ever.
+connection (HELLO.leases). A RESULT of a leased tile must have exactly the leased length; one that is sent again after
+a reconnect may have any length within the limit, and it is the coordinator that knows whether it is still wanted.
+Whatever else comes is answered `late` or `duplicate` at once, so that no client tries for ever.
 
 Errors are of two kinds: the device's (a ProtocolError ends the connection with BYE; a result that cannot be right is
 reported as `bad`), and ours, which raise. Pure: no socket, no clock, no Redis; `connection.py` carries the effects out.
@@ -142,7 +142,7 @@ class Session:
         self._leases: dict[int, _Lease] = {}
         self._finished = set(finished)
         self._uploads: dict[int, _Upload] = {}
-        self._swallowed: set[int] = set()  # results whose remaining chunks are ignored
+        self._swallowed: OrderedDict[int, None] = OrderedDict()  # results whose remaining chunks are ignored
         self._answered: OrderedDict[int, Verdict] = OrderedDict()
 
     # ---- from the server ---------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Session:
         for lease in leases:
             self._leases.pop(lease, None)
             if self._uploads.pop(lease, None) is not None:
-                self._swallowed.add(lease)
+                self._swallow(lease)
                 effects.append(Abandon(lease))
         return effects
 
@@ -191,6 +191,10 @@ class Session:
     def jobs(self) -> set[str]:
         """Jobs of which something is open here."""
         return {lease.job for lease in self._leases.values()} | {upload.job for upload in self._uploads.values()}
+
+    def uploading(self, lease: int) -> bool:
+        """Whether a result of this lease has begun and is not complete."""
+        return lease in self._uploads
 
     def close(self) -> list[Effect]:
         """The connection is gone."""
@@ -233,9 +237,11 @@ class Session:
         if upload is None:
             if message.offset > 0:
                 if message.lease in self._swallowed:
+                    if message.offset + len(payload) == message.size:
+                        del self._swallowed[message.lease]
                     return []
                 raise ProtocolError(f"lease {message.lease}: a result's first chunk is at byte {message.offset}, not 0")
-            self._swallowed.discard(message.lease)
+            self._swallowed.pop(message.lease, None)
             upload, effects = self._begin(message)
             if upload is None:
                 if len(payload) < message.size:
@@ -329,6 +335,6 @@ class Session:
         )
 
     def _swallow(self, lease: int) -> None:
-        if len(self._swallowed) >= ANSWERED_MAX:
-            raise ProtocolError(f"{ANSWERED_MAX} results broken off; expected whole ones")
-        self._swallowed.add(lease)
+        self._swallowed[lease] = None
+        if len(self._swallowed) > ANSWERED_MAX:
+            self._swallowed.popitem(last=False)
