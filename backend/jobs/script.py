@@ -1,0 +1,41 @@
+"""How a job's script process is started: a command and an environment, nothing more.
+
+The idea: a recipe is an ordinary Python file that calls `tileweave.script.run.attach()`; that finds the coordinator
+through two variables. The script is the user's code: it gets no token of ours, no address of Redis or the database,
+only the one-off secret of its own socket.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from backend.recipes import RECIPES
+from backend.stores.jobs import Job
+
+SOCKET_VARIABLE = "TILEWEAVE_JOB_SOCKET"
+TOKEN_VARIABLE = "TILEWEAVE_JOB_TOKEN"  # noqa: S105 - the variable's name
+GEMM_RECIPE = "gemm"
+
+
+def script_path(job: Job) -> Path:
+    """The file the job runs. Raises LookupError for a recipe that this release does not have."""
+    name = GEMM_RECIPE if job.kind == "gemm" else job.recipe
+    recipe = RECIPES.get(name)
+    if recipe is None:
+        raise LookupError(f"got recipe {name!r}, expected one of {sorted(RECIPES)}")
+    return recipe.script
+
+
+def script_command(
+    path: Path, socket: Path, token: str, inherited: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command that runs the script at `path`, and its environment: `inherited` without anything of Tileweave's own,
+    plus the way to its coordinator."""
+    env = {name: value for name, value in inherited.items() if not name.startswith("TILEWEAVE_")}
+    env |= {SOCKET_VARIABLE: str(socket), TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
+    # A core stays for the coordinator and the gateway: the script waits for them at every GEMM.
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
+    return [sys.executable, str(path)], env

@@ -1,0 +1,77 @@
+"""Switchboard messages to the core's events, and the core's effects to switchboard messages. Pure."""
+
+from __future__ import annotations
+
+from backend.coordinator import events as core
+from backend.switchboard import messages as wire
+from backend.switchboard.streams import gateway_stream
+from tileweave.protocol.messages import Ack
+
+REASON_LENGTH_MAX = 500
+
+
+def event_of(message: wire.ToCoordinator) -> core.Event | None:
+    """The event a message means; None for what is not the core's business."""
+    match message:
+        case wire.DeviceJoined(online=device):
+            return core.Joined(
+                device=device.device, connection=device.connection, gateway=device.gateway,
+                flops=device.profile.flops, memory_bytes=device.profile.memory_bytes, workers=device.profile.workers,
+                rtt_s=device.rtt_s, down_bps=device.down_bps, up_bps=device.up_bps,
+                accepted=device.accepted, rejects=device.rejects,
+            )  # fmt: skip
+        case wire.DeviceLeft() | wire.DeviceOffline():
+            return core.Left(message.device, message.connection, message.reason)
+        case wire.GatewayUp():
+            return core.GatewayRestarted(message.gateway)
+        case wire.ResultReady():
+            return core.ResultArrived(
+                message.device, message.connection, message.lease, message.seconds, message.upload_s, message.slot
+            )
+        case wire.LeaseFailed():
+            return core.LeaseFail(
+                message.device, message.connection, message.lease, message.code, message.message, message.bad
+            )
+        case wire.DeviceStatus():
+            return core.StatusChanged(
+                message.device, message.connection, message.state == "ready", message.reason,
+                message.rtt_s, message.down_bps, message.up_bps,
+            )  # fmt: skip
+        case wire.JobControl():
+            return None
+
+
+def messages_of(effect: core.Effect, job: str, gateways: set[str]) -> list[tuple[str, wire.ToGateway]]:
+    """What an effect says to gateways, by stream; nothing where it is not for them. `gateways`: those of all devices
+    that this job has had."""
+    match effect:
+        case core.SendLease():
+            push = wire.Push(
+                device=effect.device, connection=effect.connection, lease=effect.lease, a=effect.a, b=effect.b
+            )
+            return [(gateway_stream(effect.gateway), push)]
+        case core.SendAck():
+            ack = Ack(
+                lease=effect.lease, job=job, verdict=effect.verdict, reason=effect.reason[:REASON_LENGTH_MAX],
+                flop=effect.flop,
+            )  # fmt: skip
+            answer = wire.Acknowledge(device=effect.device, connection=effect.connection, ack=ack)
+            return [(gateway_stream(effect.gateway), answer)]
+        case core.FreeSlot():
+            return [(gateway_stream(effect.slot.gateway), wire.Release(slots=[effect.slot.slot]))]
+        case core.SendRevoke():
+            revoke = wire.RevokeLeases(
+                device=effect.device, connection=effect.connection, job=job, leases=list(effect.leases)
+            )
+            return [(gateway_stream(effect.gateway), revoke)]
+        case core.DropPanels():
+            drop = wire.DropPanels(job=job, panels=list(effect.panels))
+            return [(gateway_stream(gateway), drop) for gateway in sorted(gateways)]
+        case core.Kick():
+            kick = wire.Kick(
+                device=effect.device, connection=effect.connection, code=effect.code,
+                reason=effect.reason[:REASON_LENGTH_MAX], retry_s=effect.retry_s,
+            )  # fmt: skip
+            return [(gateway_stream(effect.gateway), kick)]
+        case _:
+            return []
