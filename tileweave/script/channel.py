@@ -82,8 +82,12 @@ class Channel:
             connection.close()
             raise JobLost(f"no coordinator answers on {path}: {error}") from error
         channel = cls(connection)
-        channel.send(ScriptHello(token=token, pid=pid))
-        channel._wait(lambda: channel._welcome is not None)
+        try:
+            channel.send(ScriptHello(token=token, pid=pid))
+            channel._wait(lambda: channel._welcome is not None)
+        except BaseException:
+            connection.close()
+            raise
         connection.settimeout(None)
         assert channel._welcome is not None
         return channel, channel._welcome

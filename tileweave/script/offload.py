@@ -123,14 +123,12 @@ _MATRIX_VECTOR: dict[Any, int] = {
 
 
 def _is_plain(tensor: Any) -> bool:
-    """A float32 CPU tensor of its own memory: strided, and nothing lazy about it."""
+    """A float32 CPU tensor of its own memory: strided. (Lazily negated and zero tensors never get here.)"""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.dtype is torch.float32
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()
     )
 
 
