@@ -137,7 +137,16 @@ class Tick:
 
 
 Event = (
-    GemmSubmitted | Joined | Left | GatewayRestarted | ResultArrived | Checked | Stored | LeaseFail | StatusChanged | Tick
+    GemmSubmitted
+    | Joined
+    | Left
+    | GatewayRestarted
+    | ResultArrived
+    | Checked
+    | Stored
+    | LeaseFail
+    | StatusChanged
+    | Tick
 )
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
@@ -187,9 +196,13 @@ class SendRevoke:
 
 @dataclass(frozen=True, slots=True)
 class DropPanels:
-    """These panels will never be leased again, on any device."""
+    """These panels will never be leased again, on any device; or, where a connection is named, that device must make
+    room: drop them there only, after the leases already sent and before those that follow."""
 
     panels: tuple[str, ...]
+    gateway: str = ""
+    device: str = ""
+    connection: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +294,6 @@ class LeaseLost:
 
 
 Effect = (
-    SendLease | SendAck | FreeSlot | SendRevoke | DropPanels | PrepareCheck | StartCheck | Store | Blame | Kick | GemmDone
-    | GemmFailed | LeaseLost
+    SendLease | SendAck | FreeSlot | SendRevoke | DropPanels | PrepareCheck | StartCheck | Store | Blame | Kick
+    | GemmDone | GemmFailed | LeaseLost
 )  # fmt: skip

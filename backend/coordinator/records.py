@@ -1,0 +1,163 @@
+"""What the core remembers of a GEMM: its tiles, their leases, and the queues of tiles that wait for a device.
+
+A `GemmRun` files each tile by its state (`settle`), so that choosing work never scans all of C: tiles ready in the
+share the plan gave them to, tiles that came back from a device (wanted first, by anyone), tiles out on lease
+(candidates for a backup). A re-cut replaces a ready tile by smaller ones; its leases are closed with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backend.coordinator.events import GemmSubmitted
+from backend.coordinator.transitions import LeaseState, TileState, tile_state
+from backend.switchboard.messages import PanelRef, SlotRef
+from planner.shapes import Gemm, Rect
+from planner.tiles import panel_bytes, result_bytes
+
+if TYPE_CHECKING:
+    from backend.coordinator.fleet import DeviceRecord
+
+RETURNED = ""
+"""The queue of tiles that came back; no device has this name."""
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRecord:
+    """One lease. `owner` is the device's record when it was sent, which may be gone since; `started_s` is when its time
+    began to run (None: it waits behind an earlier lease of its device). From its result: where the answer
+    goes, the device's kernel `seconds` as far as believed, the server's `span_s`."""
+
+    lease: int
+    tile: Tile
+    owner: DeviceRecord
+    sent_s: float
+    predicted_s: float
+    started_s: float | None = None
+    state: LeaseState = LeaseState.OUT
+    slot: SlotRef | None = None
+    slot_gone: bool = False
+    reply_gateway: str = ""
+    reply_connection: str = ""
+    seconds: float = 0.0
+    span_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Tile:
+    """A rectangle of C that is leased as one. `spoiled` names devices that returned a wrong result for it or failed;
+    `panels` are the bytes of `a` and `b` by their id."""
+
+    number: int
+    gemm: GemmRun
+    rect: Rect
+    share: str
+    a: PanelRef
+    b: PanelRef
+    panels: dict[str, int]
+    flop: int
+    result_bytes: int
+    state: TileState = TileState.READY
+    leases: list[LeaseRecord] = field(default_factory=list)
+    spoiled: set[str] = field(default_factory=set)
+
+    def out(self) -> list[LeaseRecord]:
+        """Its leases that devices work on now."""
+        return [lease for lease in self.leases if lease.state is LeaseState.OUT]
+
+
+class GemmRun:
+    """One GEMM from its submission until each of its leases has ended."""
+
+    def __init__(self, request: GemmSubmitted, epoch: int, now_s: float) -> None:
+        self.request = request
+        self.epoch = epoch
+        self.shape = Gemm(request.batch, request.m, request.n, request.k)
+        self.submitted_s = now_s
+        self.first_lease_s: float | None = None
+        self.predicted_s = 0.0
+        self.kernel_seconds = 0.0
+        self.planned = False
+        self.ended = False
+        self.tiles: dict[int, Tile] = {}
+        self.remaining = 0
+        self.cuts = 0  # grows whenever the set of tiles changes
+        self.cuts_checked = 0  # `cuts` when the cover was last checked
+        self.queues: dict[str, dict[int, Tile]] = {}
+        self.queued_flop: dict[str, int] = {}
+        self.leased: dict[int, Tile] = {}
+        self.leases: list[LeaseRecord] = []
+        self.panels: set[str] = set()
+        self._next_tile = 0
+
+    def add(self, rect: Rect, share: str) -> Tile:
+        """A new ready tile, at the end of a share's queue."""
+        a, b = self._panels(rect)
+        tile = Tile(
+            number=self._next_tile,
+            gemm=self,
+            rect=rect,
+            share=share,
+            a=a,
+            b=b,
+            panels=dict(zip((a.panel, b.panel), panel_bytes(rect, self.shape), strict=True)),
+            flop=rect.flop(self.shape.k),
+            result_bytes=result_bytes(rect, self.shape),
+        )
+        self._next_tile += 1
+        self.tiles[tile.number] = tile
+        self.remaining += 1
+        self.cuts += 1
+        self._enqueue(tile)
+        return tile
+
+    def replace(self, tile: Tile, rects: tuple[Rect, ...], share: str) -> list[Tile]:
+        """Re-cut a ready tile; its leases must have ended. The pieces keep its list of devices that spoiled it."""
+        self._unfile(tile)
+        del self.tiles[tile.number]
+        self.remaining -= 1
+        pieces = [self.add(rect, share) for rect in rects]
+        for piece in pieces:
+            piece.spoiled |= tile.spoiled
+        return pieces
+
+    def settle(self, tile: Tile) -> None:
+        """After a change of one of its leases: the tile's state anew, and its place in the queues."""
+        before, tile.state = tile.state, tile_state(lease.state for lease in tile.leases)
+        if tile.state is before or self.ended:
+            return
+        self._unfile(tile)
+        if tile.state is TileState.READY:
+            tile.share = RETURNED
+            self._enqueue(tile)
+        elif tile.state is TileState.LEASED:
+            self.leased[tile.number] = tile
+        elif tile.state is TileState.DONE:
+            self.remaining -= 1
+
+    def _enqueue(self, tile: Tile) -> None:
+        self.queues.setdefault(tile.share, {})[tile.number] = tile
+        self.queued_flop[tile.share] = self.queued_flop.get(tile.share, 0) + tile.flop
+
+    def _unfile(self, tile: Tile) -> None:
+        self.leased.pop(tile.number, None)
+        queue = self.queues.get(tile.share)
+        if queue is not None and queue.pop(tile.number, None) is not None:
+            self.queued_flop[tile.share] -= tile.flop
+            if not queue:
+                del self.queues[tile.share], self.queued_flop[tile.share]
+
+    def _panels(self, rect: Rect) -> tuple[PanelRef, PanelRef]:
+        """The rectangle's rows of A and of B^T, counted over the whole batch: one contiguous run each, because a
+        rectangle spans several batch entries only with all of their rows and columns."""
+        request, k = self.request, self.shape.k
+        a_first, a_rows = rect.b0 * request.m + rect.m0, rect.batch * rect.m
+        b_first, b_rows = rect.b0 * request.n + rect.n0, rect.batch * rect.n
+        row = k * self.shape.element_bytes
+        a_id = f"{self.epoch}.{request.gemm}.a.{a_first}-{a_first + a_rows - 1}"
+        b_id = f"{self.epoch}.{request.gemm}.b.{b_first}-{b_first + b_rows - 1}"
+        return (
+            PanelRef(a_id, request.a_path, request.a_offset + a_first * row, a_rows, k),
+            PanelRef(b_id, request.b_path, request.b_offset + b_first * row, b_rows, k),
+        )
