@@ -1,0 +1,92 @@
+"""`tileweave bench parity`: does training on a browser give the losses of plain torch?
+
+The same recipe, seed and data, 50 steps: once in a plain Python process, once as a job whose every sizeable GEMM is
+computed by one Chromium. `max_relative_loss_difference` is over all steps. The same job is then run with its products
+spoiled after the check (see spoiled.py), to show what the figure would say of a wrong sum or a narrow format.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from backend.bench.spoiled import ENTRY, KINDS, SPOIL_VARIABLE
+from backend.recipes import GptBytesConfig
+from backend.swarm import Swarm, wait_for
+
+STEPS = 50
+CONFIG = GptBytesConfig(layers=4, width=128, heads=4, context=128, batch=8, sample_tokens=0)
+LIMIT, SHARE_MIN = 5e-6, 0.95
+JOB_S_MAX = 600.0
+
+# Runs the recipe as `python gpt_bytes.py` would, and prints its losses in full.
+_PLAIN = """
+import json, sys
+from backend.recipes import GptBytesConfig
+from backend.recipes.gpt_bytes import train
+from tileweave.script.run import Run, local_welcome
+steps, config = json.loads(sys.argv[1])
+losses = list(train(Run(local_welcome(steps, None)), GptBytesConfig(**config)))
+print(json.dumps(losses))
+"""
+
+
+def parity(steps: int = STEPS, config: GptBytesConfig = CONFIG, spoil: bool = True) -> dict[str, Any]:
+    """Returns max_relative_loss_difference, offloaded_flop_share, `corrupt` by kind, and what the limits say."""
+    plain = plain_losses(steps, config)
+    with Swarm() as swarm:
+        swarm.add_browser("parity")
+        rows = train_on(swarm, steps, config)
+    difference = largest_difference(plain, rows)
+    share = offloaded_share(rows)
+    corrupt = {}
+    for kind in KINDS if spoil else ():
+        with Swarm(environment={SPOIL_VARIABLE: kind}, entry=ENTRY) as swarm:
+            swarm.add_browser("parity")
+            corrupt[kind] = largest_difference(plain, train_on(swarm, steps, config))
+    return {
+        "steps": steps,
+        "config": config.model_dump(),
+        "loss_first": plain[0],
+        "loss_last": plain[-1],
+        "max_relative_loss_difference": difference,
+        "offloaded_flop_share": share,
+        "corrupt": corrupt,
+        "holds": difference <= LIMIT and share >= SHARE_MIN and all(value > 1e-5 for value in corrupt.values()),
+    }
+
+
+def plain_losses(steps: int, config: GptBytesConfig) -> list[float]:
+    """The loss of each step in a process of its own, with nothing of the server's."""
+    argument = json.dumps([steps, config.model_dump()])
+    done = subprocess.run([sys.executable, "-c", _PLAIN, argument], capture_output=True, text=True, check=True)
+    losses: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return losses
+
+
+def train_on(swarm: Swarm, steps: int, config: GptBytesConfig) -> list[dict[str, Any]]:
+    """Submit the job, wait for its end; gives its metrics. Raises RuntimeError unless it succeeded."""
+    job = swarm.client.submit_train("gpt-bytes", config.model_dump(), steps=steps)
+    job = wait_for(
+        "the job to end",
+        lambda: found if (found := swarm.client.job(job["id"]))["state"] not in ("queued", "running") else None,
+        JOB_S_MAX,
+    )
+    if job["state"] != "succeeded":
+        raise RuntimeError(f"job {job['id']} {job['state']}: {job['reason']}")
+    return swarm.client.metrics(job["id"])
+
+
+def largest_difference(plain: list[float], rows: list[dict[str, Any]]) -> float:
+    """Largest |loss - plain| / |plain| of any step. Raises ValueError where steps are missing."""
+    if [row["step"] for row in rows] != list(range(1, len(plain) + 1)):
+        raise ValueError(f"got steps {[row['step'] for row in rows]}, expected 1 to {len(plain)}")
+    return max(abs(row["loss"] - loss) / abs(loss) for row, loss in zip(rows, plain, strict=True))
+
+
+def offloaded_share(rows: list[dict[str, Any]]) -> float:
+    """The part of all GEMM FLOP that volunteers computed."""
+    offloaded = sum(row["flop_offloaded"] for row in rows)
+    return float(offloaded / (offloaded + sum(row["flop_local"] for row in rows)))

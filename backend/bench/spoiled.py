@@ -1,0 +1,63 @@
+"""A server whose gpt-bytes job spoils its products after they were checked: proof that the parity figure can fail.
+
+`python -m backend.bench.spoiled serve` is `tileweave serve` with one change: the recipe's script is this file. As that
+script it wraps the multiplier, so that each product, verified and assembled, is changed before torch sees it:
+    skip1   the last of the k terms is left out of every element
+    bf16    the product is rounded to bfloat16
+Nothing of this can be reached from a normal server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SPOIL_VARIABLE = "BENCH_SPOIL"
+KINDS = ("skip1", "bf16")
+ENTRY = ("-m", "backend.bench.spoiled", "serve")
+
+
+def serve_spoiled() -> None:
+    """Run `tileweave serve` with the spoiling script in the recipe's place."""
+    from backend.cli import main
+    from backend.recipes import RECIPES
+
+    RECIPES["gpt-bytes"] = dataclasses.replace(RECIPES["gpt-bytes"], script=Path(__file__).resolve())
+    main()
+
+
+def train_spoiled(kind: str) -> None:
+    """Run the recipe with every product spoiled."""
+    import torch
+
+    from backend.recipes import gpt_bytes
+    from tileweave.script.multiply import ArenaMultiplier
+
+    multiply = ArenaMultiplier.multiply
+
+    def spoil(self: ArenaMultiplier, a: Tensor, bt: Tensor, read: Callable[[Tensor], None]) -> None:
+        def spoiled(product: Tensor) -> None:
+            if kind == "skip1":
+                product = product - a[:, :, -1:] * bt[:, None, :, -1]
+            else:
+                product = product.to(torch.bfloat16).to(torch.float32)
+            read(product)
+
+        multiply(self, a, bt, spoiled)
+
+    ArenaMultiplier.multiply = spoil  # type: ignore[method-assign]
+    gpt_bytes.main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve_spoiled()
+    else:
+        train_spoiled(os.environ[SPOIL_VARIABLE])
