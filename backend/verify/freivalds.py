@@ -1,0 +1,203 @@
+"""Is C the product of A and B? Freivalds' probabilistic check (1977), carried over to floating point.
+
+For a secret random R[n,p] the check is A (B R) = C R: p columns instead of n, so a few per cent of the product's cost.
+R is Gaussian: an error row e shows as e R ~ N(0, |e|^2), whatever e is, where a +-1 vector would miss two equal and
+opposite errors half the time. In floating point the two sides differ by rounding, so what is asked is how large
+d = A(BR) - CR may be. With u = 2^-24, beta_l = |row l of B| and root = u sqrt(k), row by row:
+
+    tight  T_i = root sqrt(sum_l A_il^2 beta_l^2 + |C_i|^2)     rounding that adds up like a random walk
+    loose  L_i = root sum_l |A_il| beta_l                       the same where the terms of the sum cancel
+
+    |d| <= 8 T: good.  |d| > 8 max(L, T): bad.  Between: the row is computed again in float64, and C must be within
+    8 root (|A||B|)_ij of that. Honest products reach 1.45 T (1.95 T when d itself is computed in float32).
+
+Two stages. `passes` is float32 and looks at every row: honest rows have a wide margin below 8 T even with one half of
+T alone (the A part and the C part are about equal unless the terms cancel), so it computes the half with fewer
+elements, as a lower bound. Rows that do not pass go to `judge`: float64 throughout, the rules above to the letter. A
+float32 overflow or underflow in the first stage therefore costs time, never a verdict. BR, A(BR) and CR are float32
+products because their rounding is of T's own size (1.95 T instead of 1.45 T) and a float64 copy of A or C would cost
+more than the check; d is subtracted in float64, for free.
+
+Subnormals: a device may read or write numbers below 2^-126 as 0. `judge` adds what that can change (`flushed`) to both
+bounds. A row whose exact product is zero must be exactly zero.
+
+Left out: what is kept between tiles (verifier.py), k-ranges, operands rounded to f16 or bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backend.coordinator.events import Check
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+PROBES = 2  # columns of R: an error must hide from both
+ACCEPT = 8.0  # times T or L
+UNIT_ROUNDOFF = 2.0**-24
+NORMAL_MIN = 2.0**-126
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+EXACT_BYTES_MAX = 32 << 20  # float64 copies of the rows judged at once
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a product, and in `detail` why, where it is not good."""
+
+    kind: Check
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactColumns:
+    """A column panel's side of the check in float64: BR (batch, k, p), beta and its part from subnormals (batch, k)."""
+
+    br: F64
+    beta: F64
+    beta_subnormal: F64
+
+
+def draw(n: int, seed: bytes) -> F32:
+    """R (n, p), Gaussian, from a seed of at least 16 bytes that is used once."""
+    return np.random.default_rng(int.from_bytes(seed, "little")).standard_normal((n, PROBES), dtype=np.float32)
+
+
+def root(k: int) -> float:
+    """u sqrt(k), the rounding of a sum of k terms relative to their size."""
+    return UNIT_ROUNDOFF * math.sqrt(k)
+
+
+def columns_probe(bt: F32, r: F32) -> F32:
+    """B R (batch, k, p) from B^T (batch, n, k)."""
+    with np.errstate(all="ignore"):
+        return np.ascontiguousarray(np.matmul(np.ascontiguousarray(r.T), bt).transpose(0, 2, 1))
+
+
+def columns_norms(bt: F32) -> F32:
+    """beta (batch, k) from B^T (batch, n, k); may overflow or underflow, which `passes` can bear."""
+    with np.errstate(all="ignore"):
+        norms: F32 = np.sqrt(np.einsum("bnk,bnk->bk", bt, bt))
+        return norms
+
+
+def rows_probe(a: F32, br: F32) -> F32:
+    """A (B R) (batch, m, p)."""
+    with np.errstate(all="ignore"):
+        probe: F32 = np.matmul(a, br)
+        return probe
+
+
+def rows_part(a: F32, beta: F32) -> F32:
+    """The A part of (T / root)^2: sum_l A_il^2 beta_l^2 (batch, m). An underflow makes it smaller, an overflow inf or
+    NaN: neither lets a row pass."""
+    with np.errstate(all="ignore"):
+        part: F32 = np.matmul(np.square(a), np.square(beta)[:, :, None])[:, :, 0]
+        return part
+
+
+def passes(abr: F32, part: F32 | None, c: F32, r: F32, k: int) -> NDArray[np.bool_]:
+    """Which rows (batch, m) are within 8 T for certain. `part` is `rows_part`; None: use the C part of T instead."""
+    with np.errstate(all="ignore"):
+        if part is None:
+            part = np.vecdot(c, c)
+        probes = np.abs(abr.astype(np.float64) - np.matmul(c, r))
+        d = np.maximum.reduce([probes[:, :, probe] for probe in range(PROBES)])  # max(axis=2) takes longer than C R
+        good: NDArray[np.bool_] = np.isfinite(part) & (d <= ACCEPT * root(k) * np.sqrt(part, dtype=np.float64))
+    zero = np.nonzero(good & (part == 0.0))  # 0 <= 0 may be an underflow: what looks zero has to be
+    good[zero] = ~c[zero].any(axis=1)
+    return good
+
+
+def exact_columns(bt: F32, r: F32) -> ExactColumns:
+    """See ExactColumns. Not finite where B is not: float64 has room for any float32 squared."""
+    batch, n, k = bt.shape
+    exact = ExactColumns(np.zeros((batch, k, PROBES)), np.zeros((batch, k)), np.zeros((batch, k)))
+    with np.errstate(all="ignore"):
+        for entry in range(batch):
+            for rows in _blocks(np.arange(n), k):
+                b = bt[entry, rows].astype(np.float64)
+                exact.br[entry] += b.T @ r[rows].astype(np.float64)
+                exact.beta[entry] += np.square(b).sum(axis=0)
+                exact.beta_subnormal[entry] += np.square(_subnormal(b)).sum(axis=0)
+    np.sqrt(exact.beta, out=exact.beta)
+    np.sqrt(exact.beta_subnormal, out=exact.beta_subnormal)
+    return exact
+
+
+def judge(a: F32, bt: F32, c: F32, r: F32, exact: ExactColumns, doubtful: NDArray[np.bool_]) -> Verdict:
+    """The rules of this module's head for the rows (batch, m) that are `doubtful`.
+
+    Operands that are not finite, or whose product overflows float32, are nobody's fault: OPERANDS_NOT_FINITE.
+    """
+    if not np.isfinite(exact.beta).all() or not np.isfinite(a[doubtful]).all():
+        return Verdict(Check.OPERANDS_NOT_FINITE, "an operand holds NaN or infinity")
+    for entry in np.flatnonzero(doubtful.any(axis=1)):
+        columns = ExactColumns(exact.br[entry], exact.beta[entry], exact.beta_subnormal[entry])
+        for rows in _blocks(np.flatnonzero(doubtful[entry]), max(a.shape[2], bt.shape[1])):
+            verdict = _judge_rows(a[entry, rows].astype(np.float64), bt[entry], c[entry, rows], r, columns)
+            if verdict is not None:
+                return Verdict(verdict.kind, f"batch entry {entry}, rows {rows[0]} to {rows[-1]}: {verdict.detail}")
+    return Verdict(Check.GOOD)
+
+
+def _judge_rows(a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns) -> Verdict | None:
+    """Rows (rows, k) of one batch entry; None: good."""
+    if not np.isfinite(c32).all():
+        return _judge_not_finite(a, bt, c32, columns.beta)
+    k, n = a.shape[1], bt.shape[0]
+    c = c32.astype(np.float64)
+    d = np.abs(a @ columns.br - c @ r.astype(np.float64)).max(axis=1)
+    part = np.square(a) @ np.square(columns.beta)
+    flushed = (
+        np.abs(_subnormal(a)) @ columns.beta
+        + np.abs(a) @ columns.beta_subnormal
+        + 2 * k * NORMAL_MIN * math.sqrt(n)  # 2k operations, each of whose results may be flushed
+    )
+    tight = root(k) * np.sqrt(part + np.square(c).sum(axis=1)) + flushed
+    loose = root(k) * (np.abs(a) @ columns.beta) + flushed
+    if c[part == 0.0].any():
+        return Verdict(Check.BAD, "numbers where the product is exactly zero")
+    excess = d / np.maximum(tight, loose)
+    if (excess > ACCEPT).any():
+        return Verdict(Check.BAD, f"the error is {excess.max():.3g} times what rounding explains (at most {ACCEPT:g})")
+    grey = d > ACCEPT * tight
+    if grey.any() and not _recomputed(a[grey], bt, c[grey], flushed[grey]):
+        return Verdict(Check.BAD, "not the product when computed again in float64")
+    return None
+
+
+def _recomputed(a: F64, bt: F32, c: F64, flushed: F64) -> bool:
+    """Does C (rows, n) stand up to the product in float64, element by element?"""
+    for columns in _blocks(np.arange(bt.shape[0]), bt.shape[1]):
+        b = bt[columns].astype(np.float64).T
+        allowed = ACCEPT * (root(a.shape[1]) * (np.abs(a) @ np.abs(b)) + flushed[:, None])
+        if (np.abs(c[:, columns] - a @ b) > allowed).any():
+            return False
+    return True
+
+
+def _judge_not_finite(a: F64, bt: F32, c: F32, beta: F64) -> Verdict:
+    """C holds NaN or infinity, A and B do not. Bad, unless a sum of that very element may pass float32's range."""
+    suspects = np.abs(a) @ beta >= FLOAT32_MAX  # a row's beta bounds all of its elements; hardly ever one is left
+    a, c = a[suspects], c[suspects]
+    for columns in _blocks(np.arange(bt.shape[0]), bt.shape[1]):
+        may_overflow = np.abs(a) @ np.abs(bt[columns].astype(np.float64)).T >= FLOAT32_MAX
+        if (may_overflow & ~np.isfinite(c[:, columns])).any():
+            return Verdict(Check.OPERANDS_NOT_FINITE, "the operands are so large that their product overflows float32")
+    return Verdict(Check.BAD, "NaN or infinity where the operands are finite")
+
+
+def _subnormal(x: F64) -> F64:
+    """x where float32 holds it as a subnormal, else 0."""
+    return np.where(np.abs(x) < NORMAL_MIN, x, 0.0)
+
+
+def _blocks(indices: NDArray[np.intp], width: int) -> list[NDArray[np.intp]]:
+    """The indices in runs of rows, each at most EXACT_BYTES_MAX as float64."""
+    rows = max(1, EXACT_BYTES_MAX // (8 * width))
+    return [indices[i : i + rows] for i in range(0, len(indices), rows)]

@@ -1,0 +1,213 @@
+"""Checks the tiles of open GEMMs, and keeps what their checks have in common.
+
+What costs a pass over the operands is done while a tile is in flight (`prepare`), so that a result is answered after
+one pass over itself (`check`):
+
+    column panel  -> R, B R, beta       drawn and computed once, whatever the number of its tiles
+    tile          -> A (B R), A part    computed once, dropped when the tile is good
+
+R never leaves this process. It is drawn afresh for every column panel of every GEMM, and anew after a bad result, so
+that whatever a device may learn from verdicts is about numbers that are used no more.
+
+Thread-safe: the shell calls it from worker threads, each with one BLAS thread. Bounded: beyond `kept_bytes_max` the
+least recently used entries go, and are computed again if they are needed after all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from backend.coordinator.events import Check
+from backend.verify.freivalds import (
+    F32,
+    PROBES,
+    ExactColumns,
+    Verdict,
+    columns_norms,
+    columns_probe,
+    draw,
+    exact_columns,
+    judge,
+    passes,
+    rows_part,
+    rows_probe,
+)
+from planner.shapes import Rect
+
+KEPT_BYTES_MAX = 256 << 20
+SEED_BYTES = 32
+
+
+class _Columns:
+    """A column panel's secret R and what follows from it."""
+
+    def __init__(self, bt: F32, seed: bytes, with_norms: bool) -> None:
+        self.bt = bt
+        self.r = draw(bt.shape[1], seed)
+        self._with_norms = with_norms
+        self._lock = threading.Lock()
+        self._probe: tuple[F32, F32 | None] | None = None
+        self._exact: ExactColumns | None = None
+        batch, n, k = bt.shape
+        self.nbytes = 4 * n * PROBES + batch * k * (4 * (PROBES + 1) + 8 * (PROBES + 2))
+
+    def probe(self) -> tuple[F32, F32 | None]:
+        """B R, and beta where it is wanted."""
+        with self._lock:
+            if self._probe is None:
+                self._probe = columns_probe(self.bt, self.r), columns_norms(self.bt) if self._with_norms else None
+            return self._probe
+
+    def exact(self) -> ExactColumns:
+        """The same in float64, for the rows in doubt."""
+        with self._lock:
+            if self._exact is None:
+                self._exact = exact_columns(self.bt, self.r)
+            return self._exact
+
+
+class _Tile:
+    """A tile's A (B R)."""
+
+    def __init__(self, a: F32, columns: _Columns) -> None:
+        self.a = a
+        self.columns = columns
+        self._lock = threading.Lock()
+        self._probe: tuple[F32, F32 | None] | None = None
+        self.nbytes = a.shape[0] * a.shape[1] * 4 * (PROBES + 1)
+
+    def probe(self) -> tuple[F32, F32 | None]:
+        """A (B R), and the A part of T where that is the smaller half."""
+        with self._lock:
+            if self._probe is None:
+                br, beta = self.columns.probe()
+                self._probe = rows_probe(self.a, br), None if beta is None else rows_part(self.a, beta)
+            return self._probe
+
+
+class _Gemm:
+    """The operands: A (batch, m, k), B^T (batch, n, k)."""
+
+    def __init__(self, a: F32, bt: F32) -> None:
+        self.a = a
+        self.bt = bt
+
+
+_ColumnsKey = tuple[int, int, int, int, int]  # gemm, b0, b1, n0, n1
+_TileKey = tuple[int, Rect]
+
+
+class Verifier:
+    """One for each coordinator. `entropy(n)` gives n secret random bytes."""
+
+    def __init__(
+        self, entropy: Callable[[int], bytes] = secrets.token_bytes, kept_bytes_max: int = KEPT_BYTES_MAX
+    ) -> None:
+        self._entropy = entropy
+        self._kept_bytes_max = kept_bytes_max
+        self._lock = threading.Lock()
+        self._gemms: dict[int, _Gemm] = {}
+        self._kept: OrderedDict[_ColumnsKey | _TileKey, _Columns | _Tile] = OrderedDict()
+        self._kept_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes kept between calls, operands not counted."""
+        return self._kept_bytes
+
+    def open_gemm(self, gemm_id: int, batch: int, m: int, n: int, k: int, a: F32, bt: F32) -> None:
+        """C_i[m,n] = A_i[m,k] B_i[k,n] for i < batch: `a` is (batch, m, k), `bt` holds B^T as (batch, n, k); float32,
+        unchanged until `close_gemm`. Raises ValueError where the arrays are not that, or the id is open.
+        """
+        for name, array, shape in (("a", a, (batch, m, k)), ("bt", bt, (batch, n, k))):
+            if array.shape != shape or array.dtype.str != "<f4":
+                raise ValueError(f"gemm {gemm_id}: {name} is {array.dtype} {array.shape}, expected float32 {shape}")
+        with self._lock:
+            if gemm_id in self._gemms:
+                raise ValueError(f"gemm {gemm_id} is open already; close it first")
+            self._gemms[gemm_id] = _Gemm(a, bt)
+
+    def prepare(self, gemm_id: int, rect: Rect) -> None:
+        """A lease for `rect` went out: compute what its check needs besides the result. Of a closed GEMM: nothing."""
+        with self._lock:
+            tile = self._tile(gemm_id, rect) if gemm_id in self._gemms else None
+        if tile is not None:
+            tile.probe()
+
+    def check(self, gemm_id: int, rect: Rect, c: F32) -> Verdict:
+        """Is `c` (batch, m, n of the rectangle, float32) the product? Raises LookupError for a GEMM that is not open
+        and ValueError for a `c` of another shape.
+        """
+        if c.shape != (rect.batch, rect.m, rect.n) or c.dtype.str != "<f4":
+            raise ValueError(f"gemm {gemm_id}, {rect}: the product is {c.dtype} {c.shape}, expected float32 of {rect}")
+        with self._lock:
+            if gemm_id not in self._gemms:
+                raise LookupError(f"gemm {gemm_id} is not open")
+            tile = self._tile(gemm_id, rect)
+        columns = tile.columns
+        abr, part = tile.probe()
+        good = passes(abr, part, c, columns.r, tile.a.shape[2])
+        verdict = Verdict(Check.GOOD)
+        if not good.all():
+            verdict = judge(tile.a, columns.bt, c, columns.r, columns.exact(), ~good)
+        with self._lock:
+            if verdict.kind is Check.GOOD:
+                self._drop([(gemm_id, rect)])
+            elif verdict.kind is Check.BAD:  # this R has been used against a liar
+                self._retire(columns)
+        return verdict
+
+    def close_gemm(self, gemm_id: int) -> None:
+        """Let go of the operands and all that was kept for them."""
+        with self._lock:
+            self._gemms.pop(gemm_id, None)
+            self._drop([key for key in self._kept if key[0] == gemm_id])
+
+    def _tile(self, gemm_id: int, rect: Rect) -> _Tile:
+        """The tile's entry, made where it is missing. Called with the lock."""
+        key = (gemm_id, rect)
+        kept = self._kept.get(key)
+        if isinstance(kept, _Tile):
+            self._kept.move_to_end(key)
+            return kept
+        gemm = self._gemms[gemm_id]
+        tile = _Tile(gemm.a[rect.b0 : rect.b1, rect.m0 : rect.m1], self._columns(gemm_id, gemm, rect))
+        self._keep(key, tile)
+        return tile
+
+    def _columns(self, gemm_id: int, gemm: _Gemm, rect: Rect) -> _Columns:
+        key = (gemm_id, rect.b0, rect.b1, rect.n0, rect.n1)
+        kept = self._kept.get(key)
+        if isinstance(kept, _Columns):
+            self._kept.move_to_end(key)
+            return kept
+        bt = gemm.bt[rect.b0 : rect.b1, rect.n0 : rect.n1]
+        # T has an A part of m x k terms and a C part of m x n: the first stage uses the smaller one.
+        columns = _Columns(bt, self._entropy(SEED_BYTES), with_norms=bt.shape[2] < bt.shape[1])
+        self._keep(key, columns)
+        return columns
+
+    def _keep(self, key: _ColumnsKey | _TileKey, entry: _Columns | _Tile) -> None:
+        self._kept[key] = entry
+        self._kept_bytes += entry.nbytes
+        while self._kept_bytes > self._kept_bytes_max:
+            oldest, kept = next(iter(self._kept.items()))
+            if isinstance(kept, _Columns):
+                self._retire(kept)
+            else:
+                self._drop([oldest])
+
+    def _retire(self, columns: _Columns) -> None:
+        """Drop a column panel's entry and its tiles', which hold on to its R."""
+        self._drop(
+            [k for k, kept in self._kept.items() if kept is columns or getattr(kept, "columns", None) is columns]
+        )
+
+    def _drop(self, keys: list[_ColumnsKey | _TileKey]) -> None:
+        for key in keys:
+            entry = self._kept.pop(key, None)
+            if entry is not None:
+                self._kept_bytes -= entry.nbytes
