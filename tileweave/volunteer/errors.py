@@ -1,0 +1,11 @@
+"""The two ways in which volunteering ends other than by being told to stop."""
+
+from __future__ import annotations
+
+
+class OptionError(ValueError):
+    """An option cannot be used; the text says what was got and what was expected."""
+
+
+class VolunteerEnded(Exception):
+    """The server said that trying again is of no use; the text says why and what to do."""
