@@ -101,7 +101,8 @@ class Peer:
                 replies = self.answer(message)
                 if replies is None:
                     return
-                self.send(*replies)
+                if replies:
+                    self.send(*replies)
 
 
 def frame(body: bytes) -> bytes:

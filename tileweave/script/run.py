@@ -157,6 +157,7 @@ class Run:
             return
         with contextlib.suppress(JobLost):  # then nobody is left to tell
             self._channel.send(ScriptFailed(reason=describe(error)))
+        self._channel.close()
         self._finished = True
 
     def _begin_step(self) -> None:
