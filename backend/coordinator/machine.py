@@ -171,6 +171,8 @@ class Machine:
 
     def _joined(self, event: Joined) -> None:
         before = self.book.devices.get(event.device)
+        if before is not None and before.connection == event.connection:
+            return
         if before is not None:
             self.book.remove(before, "connected anew")
         device = DeviceRecord.of(event, self.book.limits)
