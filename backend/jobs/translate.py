@@ -65,8 +65,11 @@ def messages_of(effect: core.Effect, job: str, gateways: set[str]) -> list[tuple
             )
             return [(gateway_stream(effect.gateway), revoke)]
         case core.DropPanels():
-            drop = wire.DropPanels(job=job, panels=list(effect.panels))
-            return [(gateway_stream(gateway), drop) for gateway in sorted(gateways)]
+            drop = wire.DropPanels(
+                job=job, panels=list(effect.panels), device=effect.device, connection=effect.connection
+            )
+            to = [effect.gateway] if effect.connection else sorted(gateways)
+            return [(gateway_stream(gateway), drop) for gateway in to]
         case core.Kick():
             kick = wire.Kick(
                 device=effect.device, connection=effect.connection, code=effect.code,

@@ -30,12 +30,11 @@ from backend.logs import configure_logging
 from backend.settings import Settings, load_or_create_token
 from backend.stores.database import Database
 from backend.stores.jobs import Job, JobStore
-from backend.supervisor.allocation import allocate
+from backend.supervisor.allocation import Allocation
 from backend.supervisor.children import Child, ParentPipe, describe_exit, restart_delay_s
 from backend.supervisor.jobs import JobQueue, JobRun
 from backend.supervisor.valkey import RedisChoice, ValkeyError, choose_redis, lock_for_start
-from backend.switchboard.messages import Census
-from backend.switchboard.streams import Switchboard, SwitchboardError, gateway_stream
+from backend.switchboard.streams import Switchboard, SwitchboardError
 
 BIND_S_MAX = 10.0  # a killed server's gateways need a moment to let go of the port
 STEADY_S = 30.0  # a child that ran for this long starts with a clean slate
@@ -114,6 +113,7 @@ class Supervisor:
         self._redis = choose_redis(settings.redis_url, settings.data_dir, settings.run_dir)
         self._environment = os.environ | settings.environment() | {"TILEWEAVE_REDIS_URL": self._redis.url}
         self._switchboard = Switchboard(self._redis.url)
+        self._allocation = Allocation(self._switchboard, [str(index) for index in range(settings.gateways)])
 
     async def run(self) -> None:
         """Starts everything, waits for a signal, stops everything in order."""
@@ -159,14 +159,11 @@ class Supervisor:
             log.info("redis", used=self._redis.label, version=await self._switchboard.check())
             yield
             return
-        async with _kept("valkey", lambda: _start_valkey(self._redis, self._pipe), VALKEY_STOP_S_MAX, self._census):
+        # It may have come back without its last second: have everything announced again.
+        restarted = self._allocation.start_anew
+        async with _kept("valkey", lambda: _start_valkey(self._redis, self._pipe), VALKEY_STOP_S_MAX, restarted):
             log.info("redis", used=self._redis.label, version=await self._switchboard.check())
             yield
-
-    async def _census(self) -> None:
-        """Redis came back, perhaps without its last second: have every open connection announced again."""
-        for index in range(self._settings.gateways):
-            await self._switchboard.send(gateway_stream(str(index)), [Census()])
 
     @asynccontextmanager
     async def _jobs(self, database: Database) -> AsyncIterator[None]:
@@ -181,7 +178,7 @@ class Supervisor:
             async for _ in self._switchboard.watch_wake():
                 queue.look()
 
-        async with _tasks(allocate(self._switchboard, self._settings), watch()), _tasks(queue.serve()):
+        async with _tasks(self._allocation.serve(), watch()), _tasks(queue.serve()):
             yield
 
     @asynccontextmanager

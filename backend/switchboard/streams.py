@@ -50,6 +50,8 @@ DEVICE_LIVE_S = 30.0  # a device's hash outlives its last refresh by this
 JOB_LIVE_S = 3600.0
 REDIS_VERSION_MIN = (6, 2)
 
+_SET_IF_THERE = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], unpack(ARGV)) end"
+
 log = structlog.get_logger("switchboard")
 T = TypeVar("T")
 M = TypeVar("M")
@@ -227,6 +229,18 @@ class Switchboard:
     async def set_devices_live(self, devices: Mapping[str, Mapping[str, Any]], expire_s: float = DEVICE_LIVE_S) -> None:
         """`set_device_live` of many devices in one round trip."""
         await self._set_live({f"tw:dev:{device}": fields for device, fields in devices.items()}, expire_s)
+
+    async def update_devices_live(self, devices: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets fields of devices that are online; one whose hash is gone stays gone, and no hash lives longer."""
+
+        async def transmit() -> None:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for device, fields in devices.items():
+                    words = [word for name, value in fields.items() for word in (name, json.dumps(value))]
+                    pipe.eval(_SET_IF_THERE, 1, f"tw:dev:{device}", *words)
+                await pipe.execute()
+
+        await self._try("EVAL", transmit)
 
     async def drop_device_live(self, device: str) -> None:
         """The device is offline as of now."""

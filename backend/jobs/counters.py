@@ -7,11 +7,12 @@ anything that decides something, which is the core's work.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from backend.coordinator.events import GemmDone, Joined, ResultArrived, SendLease, Stored
+from backend.coordinator.events import DropPanels, GemmDone, ResultArrived, SendLease
 from backend.stores.jobs import StepRow
 from planner.shapes import Gemm
 from tileweave.script.wire import StepReport
@@ -41,31 +42,31 @@ class GemmTotals:
     predicted_s: float = 0.0
 
 
-class Progress:
+class Counters:
     """Counters of one epoch. `now_s` is monotonic everywhere but in rows."""
 
-    def __init__(self, tiles: int = 0, flop: int = 0) -> None:
-        self.totals = Totals(tiles=tiles, flop=flop)
+    def __init__(self) -> None:
+        self.totals = Totals()
         self.gemm_totals = GemmTotals()
         self.last_gemm: dict[str, Any] | None = None
-        self._at_step = Totals(tiles=tiles, flop=flop)
+        self._at_step = Totals()
         self._stored: deque[tuple[float, int]] = deque()  # (when, FLOP) within the window
         self._window_flop = 0
-        self._connections: dict[str, str] = {}  # connection -> device
         self._worked: set[str] = set()  # devices with a stored tile since the last step
         self._panels_sent: dict[str, set[str]] = {}  # connection -> panels
         self._open: dict[int, Gemm] = {}
 
     # ---- what passes -------------------------------------------------------------------------------------------------
 
-    def joined(self, event: Joined) -> None:
-        """A device serves this job."""
-        self._connections[event.connection] = event.device
+    def go_on_from(self, tiles: int, flop: int) -> None:
+        """Totals of earlier epochs, as far as they are still known."""
+        self.totals = Totals(tiles=tiles, flop=flop)
+        self._at_step = Totals(tiles=tiles, flop=flop)
 
-    def left(self, connection: str) -> None:
-        """It does not any more."""
-        self._connections.pop(connection, None)
-        self._panels_sent.pop(connection, None)
+    def gone(self, connected: set[str]) -> None:
+        """Forget what was sent on connections that are not among these."""
+        for connection in self._panels_sent.keys() - connected:
+            del self._panels_sent[connection]
 
     def submitted(self, gemm: int, shape: Gemm) -> None:
         """The script waits for a product."""
@@ -79,26 +80,26 @@ class Progress:
                 sent.add(panel.panel)
                 self.totals.bytes_down += panel.rows * panel.k * ELEMENT_BYTES
 
-    def dropped(self, panels: tuple[str, ...]) -> None:
-        """Devices forget these panels."""
-        for sent in self._panels_sent.values():
-            sent.difference_update(panels)
+    def dropped(self, effect: DropPanels) -> None:
+        """The named device, or each, forgets these panels."""
+        for connection, sent in self._panels_sent.items():
+            if effect.connection in ("", connection):
+                sent.difference_update(effect.panels)
 
     def arrived(self, event: ResultArrived) -> None:
         """A result was uploaded, useful or not."""
         self.totals.bytes_up += event.slot.size
 
-    def stored(self, event: Stored, device: str, flop: int, now_s: float) -> None:
-        """A verified tile is in C."""
-        if event.credited:
-            self.totals.tiles += 1
-            self.totals.flop += flop
-            self._stored.append((now_s, flop))
-            self._window_flop += flop
-            self._worked.add(device)
+    def stored(self, device: str, flop: int, now_s: float) -> None:
+        """A verified and credited tile is in C."""
+        self.totals.tiles += 1
+        self.totals.flop += flop
+        self._stored.append((now_s, flop))
+        self._window_flop += flop
+        self._worked.add(device)
 
     def gemm_done(self, effect: GemmDone) -> dict[str, Any]:
-        """A product is complete; its figures, for the `gemm` event."""
+        """A product is complete; its figures, for the `gemm` event. `cpu_s` is this process' so far."""
         shape = self._open.pop(effect.gemm)
         totals = self.gemm_totals
         totals.gemms += 1
@@ -106,8 +107,7 @@ class Progress:
         totals.span_s += effect.span_s
         totals.kernel_seconds += effect.kernel_seconds
         totals.predicted_s += effect.predicted_s
-        self.last_gemm = asdict(effect) | {"batch": shape.batch, "m": shape.m, "n": shape.n, "k": shape.k,
-                                           "flop": shape.flop}  # fmt: skip
+        self.last_gemm = asdict(effect) | asdict(shape) | {"flop": shape.flop, "cpu_s": time.process_time()}
         return self.last_gemm
 
     def gemm_failed(self, gemm: int) -> None:
@@ -116,19 +116,8 @@ class Progress:
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
 
-    @property
-    def devices(self) -> int:
-        """Devices that serve this job now."""
-        return len(set(self._connections.values()))
-
-    def waiting(self) -> str | None:
-        """Why nothing moves, where that is known."""
-        if self._open and not self._connections:
-            return "waiting for volunteers"
-        return None
-
     def live(self, now_s: float) -> dict[str, Any]:
-        """The fields of the job's live hash and of `job` events."""
+        """Totals and rates, for the job's live hash."""
         while self._stored and self._stored[0][0] < now_s - WINDOW_S:
             self._window_flop -= self._stored.popleft()[1]
         return {
@@ -136,8 +125,6 @@ class Progress:
             "flop": self.totals.flop,
             "gflops": self._window_flop / WINDOW_S / 1e9,
             "tiles_per_s": len(self._stored) / WINDOW_S,
-            "devices": self.devices,
-            "waiting": self.waiting(),
         }
 
     def gemm_figures(self) -> dict[str, Any]:
