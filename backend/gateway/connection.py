@@ -137,14 +137,14 @@ class Connection:
         """`job` takes no results any more."""
         await self._carry_out(self.session.job_ended(job))
 
-    async def assign(self, job: str | None, epoch: int) -> None:
+    def assign(self, job: str | None, epoch: int) -> None:
         """The allocator's word; an older one than the last is ignored."""
         if epoch < self.epoch:
             return
         self.job, self.epoch = job, epoch
         self._told = _Told()
         if self.status.state != "ready":
-            await self.tell_status()
+            self.tell_status()
 
     def say(self, message: Ack | Ping | Revoke) -> None:
         """Send a control message."""
@@ -158,7 +158,7 @@ class Connection:
             self.end_reason = f"{code}: {reason}" if reason else code
             self._wake.set()
 
-    async def tick(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         """A PING, and an end for a device that is silent, stalled or does not read. Called each `ping_s`."""
         settings = self.settings
         silent_s = now_s - max(self._heard_s, self.wire.last_byte_s)
@@ -176,9 +176,9 @@ class Connection:
         else:
             self.say(Ping(nonce=self.meter.ping(now_s)))
         if self._told.differs(self.meter) or self.status.state != "ready":
-            await self.tell_status()
+            self.tell_status()
 
-    async def tell_status(self) -> None:
+    def tell_status(self) -> None:
         """The device's state and link, to the coordinator it serves."""
         if self.job is None:
             return
@@ -193,7 +193,7 @@ class Connection:
             down_bps=meter.down_bps,
             up_bps=meter.up_bps,
         )
-        await self.house.tell_job(self.job, message)
+        self.house.offer_job(self.job, message)
 
     def online(self, gateway: str) -> DeviceOnline:
         """How this connection is announced to the allocator."""
@@ -369,7 +369,7 @@ class Connection:
                 self.meter.pong(nonce, time.monotonic())
             case said.Changed(status=status):
                 self.status = status
-                await self.tell_status()
+                self.tell_status()
             case said.Leave(reason=reason):
                 raise Closed(f"left: {reason}")
 

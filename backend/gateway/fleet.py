@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from backend.gateway.connection import Connection
-from backend.gateway.courier import Courier
+from backend.gateway.courier import RETRY_S, Courier
 from backend.gateway.maps import Maps
 from backend.gateway.numbers import Numbers
 from backend.gateway.openjobs import OpenJobs
@@ -80,6 +80,7 @@ class Fleet:
         self._numbers = numbers
         self._connections: dict[str, Connection] = {}
         self._addresses: Counter[str] = Counter()
+        self._left = asyncio.Event()
         self._slot_freed = asyncio.Event()
         self._filled: dict[int, tuple[str, float]] = {}  # slot -> (job, since), complete and not released
         self._slot_jobs: dict[int, str] = {}
@@ -129,6 +130,7 @@ class Fleet:
             last = self._connections.get(device) is connection
             if last:
                 del self._connections[device]
+                self._left.set()
             await self._tell_offline(connection)
             if last:
                 await self._forget(device)
@@ -168,6 +170,9 @@ class Fleet:
 
     async def tell_job(self, job: str, message: SwitchMessage) -> None:  # noqa: D102
         await self._courier.put(coordinator_stream(job), message)
+
+    def offer_job(self, job: str, message: SwitchMessage) -> None:  # noqa: D102
+        self._courier.offer(coordinator_stream(job), message)
 
     async def takes_results(self, job: str) -> bool:  # noqa: D102
         return await self._open_jobs.is_open(job)
@@ -215,12 +220,14 @@ class Fleet:
         stream = gateway_stream(self.name)
         while True:
             try:
-                async for entry, messages in self._switchboard.receive(stream, ToGateway):
+                entries: AsyncGenerator[tuple[str, list[Any]], None] = self._switchboard.receive(stream, ToGateway)
+                async for entry, messages in entries:
                     for message in messages:
                         await self._one(message)
                     await self._switchboard.ack(stream, entry)
             except SwitchboardError as error:
                 log.error("cannot read from Redis, trying again", error=str(error))
+                await asyncio.sleep(RETRY_S)
 
     async def _one(self, message: Any) -> None:
         match message:
@@ -250,7 +257,7 @@ class Fleet:
             case RevokeLeases(job=job, leases=leases):
                 await connection.revoke(job, leases)
             case Assign(job=job, epoch=epoch):
-                await connection.assign(job, epoch)
+                connection.assign(job, epoch)
             case Kick(code=code, reason=reason, retry_s=retry_s):
                 connection.finish(code, reason, retry_s)
 
@@ -270,7 +277,7 @@ class Fleet:
             await asyncio.sleep(self.settings.ping_s)
             now_s = time.monotonic()
             for connection in list(self._connections.values()):
-                await connection.tick(now_s)
+                connection.tick(now_s)
             if now_s - shown_s >= LIVE_EVERY_S:
                 shown_s = now_s
                 await self._show({device: item.live(self.name) for device, item in self._connections.items()})
@@ -294,9 +301,13 @@ class Fleet:
         """Ends all connections in order."""
         for connection in self._connections.values():
             connection.finish(code, reason, retry_s)
-        deadline_s = time.monotonic() + GOODBYE_S_MAX
-        while self._connections and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.02)
+        try:
+            async with asyncio.timeout(GOODBYE_S_MAX):
+                while self._connections:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            log.warning("connections left open", count=len(self._connections))
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """What must run for as long as the gateway does."""

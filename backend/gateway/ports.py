@@ -33,6 +33,9 @@ class House(Protocol):
     async def tell_job(self, job: str, message: SwitchMessage) -> None:
         """To the coordinator of `job`."""
 
+    def offer_job(self, job: str, message: SwitchMessage) -> None:
+        """The same for what may be lost, since it will be said again."""
+
     async def takes_results(self, job: str) -> bool:
         """Whether the job is still to be computed."""
 
