@@ -1,0 +1,247 @@
+"""The command `tileweave`: serve, submit, jobs, volunteer, simulate, demo, bench.
+
+The idea: this file only reads options and prints; every command imports what it needs when it runs, so that `--help`
+is quick and a volunteer never loads the server. With `--json` a command prints one JSON object on standard output and
+nothing else; progress and logs go to standard error. Exit status: 0 done, 1 could not, 2 wrong options.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from tileweave.rest import Client
+
+URL_DEFAULT = "http://127.0.0.1:8000"
+
+app = typer.Typer(
+    name="tileweave",
+    help="Trains PyTorch models on volunteers' browsers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+jobs_app = typer.Typer(no_args_is_help=True, help="List, show and cancel jobs.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure; prints what the README shows.")
+app.add_typer(jobs_app, name="jobs")
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+Url = Annotated[str, typer.Option("--url", envvar="TILEWEAVE_URL", help="The server.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="TILEWEAVE_ADMIN_TOKEN",
+        help="The admin token; by default the one in this machine's data directory.",
+        show_default=False,
+    ),
+]
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app()
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where jobs, credit and the token are kept.")] = None,
+    gateways: Annotated[int | None, typer.Option(help="Gateway processes.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate; with --tls-key the server is https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key.")] = None,
+) -> None:
+    """Run the server until Ctrl-C. Every setting can also be given as TILEWEAVE_…, see backend/settings.py."""
+    from pydantic import ValidationError
+
+    from backend.settings import Settings
+    from backend.supervisor.serve import serve as run
+
+    given: dict[str, Any] = {
+        "host": host, "port": port, "data_dir": data_dir, "gateways": gateways, "tls_cert": tls_cert,
+        "tls_key": tls_key,
+    }  # fmt: skip
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        _fail(f"settings: {error}", 2)
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def submit(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's name, e.g. gpt-bytes.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps; by default the recipe's.", show_default=False)] = None,
+    config: Annotated[str, typer.Option(help="The recipe's settings as a JSON object.")] = "{}",
+    gemm: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Multiply two .npy or .safetensors files instead.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="A name for people.")] = "",
+    mode: Annotated[str, typer.Option(help="How the work is shared out.")] = "tiles",
+    url: Url = URL_DEFAULT,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a job."""
+    if (recipe is None) == (gemm is None):
+        _fail("give a recipe, or --gemm A B", 2)
+    try:
+        settings = json.loads(config)
+    except json.JSONDecodeError as error:
+        _fail(f"--config is not JSON: {error}", 2)
+    with _client(url, token) as client:
+        if gemm is not None:
+            job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name))
+        else:
+            assert recipe is not None
+            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name))
+    _print(job, as_json, f"job {job['id']}: {url}/jobs/{job['id']}")
+
+
+@jobs_app.command("list")
+def jobs_list(
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    url: Url = URL_DEFAULT,
+    as_json: Json = False,
+) -> None:
+    """The newest jobs."""
+    with _client(url, None) as client:
+        rows = _answer(lambda: client.jobs(state=state, limit=limit))
+    _print({"jobs": rows}, as_json, "\n".join(_line(job) for job in rows) or "no jobs")
+
+
+@jobs_app.command("show")
+def jobs_show(job: str, url: Url = URL_DEFAULT, as_json: Json = False) -> None:
+    """One job."""
+    with _client(url, None) as client:
+        found = _answer(lambda: client.job(job))
+    _print(found, as_json, _line(found) + (f"\n{found['reason']}" if found["reason"] else ""))
+
+
+@jobs_app.command("cancel")
+def jobs_cancel(job: str, url: Url = URL_DEFAULT, token: Token = None, as_json: Json = False) -> None:
+    """End a job."""
+    with _client(url, token) as client:
+        found = _answer(lambda: client.cancel(job))
+    _print(found, as_json, _line(found))
+
+
+@app.command()
+def volunteer(
+    url: Url = URL_DEFAULT,
+    name: Annotated[str, typer.Option(help="Shown on the leaderboard.")] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Tiles at a time; by default one for each CPU.", show_default=False)
+    ] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(help="Be slower: gflops=,down_mbit=,up_mbit=,rtt_ms=", show_default=False),
+    ] = None,
+    identity: Annotated[
+        str | None,
+        typer.Option(help='Where the device\'s identity is kept; "none" for a throw-away one.', show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute tiles for a server, without a browser, until Ctrl-C."""
+    from tileweave.volunteer.main import volunteer_main
+
+    raise typer.Exit(volunteer_main(url, name, workers, emulate, identity, as_json))
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the training.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Server, demo job and two local volunteers: the whole thing on this machine, in minutes."""
+    from backend.demo import STEPS
+    from backend.demo import demo as run
+
+    raise typer.Exit(run(steps or STEPS, as_json))
+
+
+@bench_app.command()
+def parity(
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Training on volunteers against plain torch: how far the losses differ, and that spoiled products show."""
+    from backend.bench import parity as bench
+
+    _bench(bench.parity(steps or bench.STEPS), as_json)
+
+
+@bench_app.command()
+def e2e(
+    n: Annotated[int | None, typer.Option(min=1, help="Rows and columns.", show_default=False)] = None,
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="Runs, of which the median counts.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """One square product through the whole system and a browser: GFLOP/s, against the kernel and tfjs alone."""
+    from backend.bench import e2e as bench
+
+    _bench(bench.e2e(n or bench.N, runs or bench.RUNS), as_json)
+
+
+@bench_app.command()
+def recovery(as_json: Json = False) -> None:
+    """Kill, stop and cut off a device in the middle of a product: what each costs."""
+    from backend.bench import recovery as bench
+
+    _bench(bench.recovery(), as_json)
+
+
+def _bench(figures: dict[str, Any], as_json: bool) -> None:
+    """Prints the figures; exit status 1 where a bench says that its limits do not hold."""
+    _print(figures, as_json, json.dumps(figures, indent=2))
+    raise typer.Exit(0 if figures.get("holds", True) else 1)
+
+
+def _client(url: str, token: str | None) -> Client:
+    """A client with the given token, else the one this machine's server keeps."""
+    from backend.settings import Settings
+    from tileweave.rest import Client
+
+    if token is None:
+        path = Settings().token_path
+        token = path.read_text(encoding="ascii").strip() if path.is_file() else None
+    return Client(url, token)
+
+
+def _answer(call: Any) -> Any:
+    from tileweave.rest import RestError
+
+    try:
+        return call()
+    except RestError as error:
+        _fail(str(error), 1)
+
+
+def _line(job: dict[str, Any]) -> str:
+    loss = "" if job["loss"] is None else f"  loss {job['loss']:.4f}"
+    waiting = f"  ({job['waiting']})" if job["waiting"] else ""
+    return f"{job['id']}  {job['state']:<9}  {job['step'] or 0}/{job['steps']}{loss}  {job['name']}{waiting}"
+
+
+def _print(found: dict[str, Any], as_json: bool, text: str) -> None:
+    print(json.dumps(found) if as_json else text)
+
+
+def _fail(text: str, status: int) -> NoReturn:
+    print(f"tileweave: {text}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    main()
