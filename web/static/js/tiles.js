@@ -1,0 +1,160 @@
+/**
+ * Leases from their arrival until a compute Worker is through with them, and the panels that they need.
+ *
+ * A lease is queued while its panels arrive or every Worker has enough; then it runs: it is handed to a Worker, which
+ * works on it or has it next. Every lease handed to a Worker is answered by that Worker exactly once, revoked or not, so
+ * the count of what each has to do is always right. session.js owns the connection and what happens to results.
+ */
+import { PanelIndex } from "./panel_index.js";
+
+const LEASES_PER_WORKER = 2; // one that runs and one that is next, so that a Worker never waits for the net
+
+/**
+ * @typedef {import("./protocol.js").Lease} Lease
+ * @typedef {{ message: Lease, worker: number, revoked: boolean }} Held worker -1: queued
+ * @typedef {{ emit: (effect: import("./session.js").Effect) => void,
+ *   fail: (lease: Lease, code: import("./protocol.js").FailCode, text: string) => void }} Out
+ */
+
+export class Tiles {
+  /** @type {Map<number, Held>} */
+  #leases = new Map();
+  /** Leases handed to each Worker. @type {number[]} */
+  #busy;
+  #out;
+
+  /** @param {number} capacityBytes @param {number} workers @param {Out} out */
+  constructor(capacityBytes, workers, out) {
+    this.panels = new PanelIndex(capacityBytes, workers);
+    this.#busy = Array(workers).fill(0);
+    this.#out = out;
+  }
+
+  get size() {
+    return this.#leases.size;
+  }
+
+  /** Leases that the server still counts on. @returns {Lease[]} */
+  open() {
+    return [...this.#leases.values()].filter((held) => !held.revoked).map((held) => held.message);
+  }
+
+  /** @param {number} lease */
+  has(lease) {
+    return this.#leases.has(lease);
+  }
+
+  /** A new lease; returns the panels that are neither here nor on their way. @param {Lease} message @returns {string[]} */
+  add(message) {
+    this.#leases.set(message.lease, { message, worker: -1, revoked: false });
+    return [...new Set([message.a, message.b])].filter((id) => this.panels.ask(this.panels.retain(id)));
+  }
+
+  /**
+   * A chunk of a panel; true when leases that wait for it can move.
+   * @param {import("./protocol.js").Panel} message @param {Uint8Array} payload
+   */
+  panel(message, payload) {
+    /** @type {string[]} */
+    const evicted = [];
+    const complete = this.panels.add(message, payload, evicted);
+    this.#drop(evicted);
+    return complete || this.panels.get(message.panel)?.state === "refused";
+  }
+
+  /** Hands out what can run, oldest first. */
+  advance() {
+    for (const held of [...this.#leases.values()]) if (held.worker < 0) this.#assign(held);
+  }
+
+  /** A Worker is through with a lease. @param {number} worker @param {number} number @returns {Held|undefined} */
+  answered(worker, number) {
+    const held = this.#leases.get(number);
+    if (held?.worker !== worker) return undefined;
+    this.#busy[worker] -= 1;
+    this.#release(held.message);
+    return held;
+  }
+
+  /** @param {number[]} numbers */
+  revoke(numbers) {
+    for (const number of numbers) {
+      const held = this.#leases.get(number);
+      if (!held || held.revoked) continue;
+      if (held.worker < 0) this.#release(held.message);
+      else {
+        held.revoked = true;
+        this.#out.emit({ do: "revoke", worker: held.worker, leases: [number] });
+      }
+    }
+  }
+
+  /** The connection is gone: nothing is leased any more, what was arriving will not come. */
+  disconnected() {
+    this.revoke([...this.#leases.keys()]);
+    this.panels.disconnected();
+  }
+
+  /** The server's DROP. @param {string[]} ids */
+  drop(ids) {
+    this.#drop(this.panels.drop(ids));
+  }
+
+  /**
+   * A Worker ran out of memory and has not got these panels: makes all the room there is. Returns [panel, lease] for each
+   * panel that has to be sent again, with a lease that waits for it.
+   * @param {number} worker @param {string[]} ids @returns {[string, number][]}
+   */
+  outOfMemory(worker, ids) {
+    /** @type {[string, number][]} */
+    const needs = [];
+    for (const id of this.panels.lost(worker, ids)) {
+      const waiting = [...this.#leases.values()].find((held) => held.worker < 0 && [held.message.a, held.message.b].includes(id));
+      const entry = this.panels.get(id);
+      if (waiting && entry && this.panels.ask(entry)) needs.push([id, waiting.message.lease]);
+    }
+    this.#drop(this.panels.evictIdle());
+    return needs;
+  }
+
+  /** To the Worker with the least to do; among equals, to the one that lacks the fewest bytes. @param {Held} held */
+  #assign(held) {
+    const { message } = held;
+    const a = this.panels.get(message.a), b = this.panels.get(message.b);
+    if (a?.state === "refused" || b?.state === "refused") return this.#give(held, "memory", "no room for the panels");
+    if (a?.state !== "held" || b?.state !== "held") return;
+    const { batch, m, n, k } = message;
+    if (a.rows !== batch * m || b.rows !== batch * n || a.k !== k || b.k !== k) {
+      return this.#give(held, "panel", `panels ${a.rows} x ${a.k} and ${b.rows} x ${b.k} for ${batch} x ${m} x ${n} x ${k}`);
+    }
+    const missing = (/** @type {number} */ worker) => [a, b].reduce((sum, p) => sum + (p.workers.has(worker) ? 0 : p.size), 0);
+    const free = this.#busy.map((_, worker) => worker).filter((worker) => this.#busy[worker] < LEASES_PER_WORKER)
+      .filter((worker) => this.panels.reaches(a, worker) && this.panels.reaches(b, worker))
+      .sort((x, y) => this.#busy[x] - this.#busy[y] || missing(x) - missing(y));
+    if (!free.length) return;
+    const worker = held.worker = free[0];
+    this.#busy[worker] += 1;
+    for (const panel of new Set([message.a, message.b])) {
+      const placed = this.panels.place(panel, worker);
+      if (placed) this.#out.emit({ do: "panel", worker, panel, ...placed });
+    }
+    this.#out.emit({ do: "tile", worker, lease: message });
+  }
+
+  /** Gives a queued lease back. @param {Held} held @param {import("./protocol.js").FailCode} code @param {string} text */
+  #give({ message }, code, text) {
+    this.#release(message);
+    this.#out.fail(message, code, text);
+  }
+
+  /** @param {Lease} message */
+  #release({ lease, a, b }) {
+    this.#leases.delete(lease);
+    this.#drop([...new Set([a, b])].filter((id) => this.panels.release(id)));
+  }
+
+  /** @param {string[]} panels */
+  #drop(panels) {
+    if (panels.length) this.#out.emit({ do: "drop", panels });
+  }
+}
