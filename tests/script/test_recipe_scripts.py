@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from backend.recipes import RECIPES
 from tileweave.script import wire
@@ -79,6 +78,3 @@ def test_a_run_by_hand_needs_no_job(tmp_path: Path) -> None:
     script = str(RECIPES["gpt-bytes"].script)
     done = subprocess.run([sys.executable, script, str(tmp_path / "data")], capture_output=True, text=True, check=False)
     assert "1 bytes of data are too few" in done.stderr
-
-
-pytestmark = pytest.mark.timeout(120)

@@ -146,7 +146,7 @@ class Run:
             if self._written:
                 self._channel.wait_recorded(self._written[-1][0])
                 self._forget_older(self._written[-1][0])
-            self._channel.send(ScriptDone(result=None if result is None else str(result.resolve())))
+            self._channel.send(ScriptDone(result=None if result is None else str(result.absolute())))
             self._channel.close()
             self._arena.close()
         self._finished = True

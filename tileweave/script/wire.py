@@ -135,7 +135,5 @@ class Control(ScriptMessage, frozen=True, tag="control"):
     what: Literal["cancel"]
 
 
-FromScript = (
-    ScriptHello | GemmRequest | StepReport | CheckpointWritten | SampleText | ScriptDone | ScriptFailed
-)
+FromScript = ScriptHello | GemmRequest | StepReport | CheckpointWritten | SampleText | ScriptDone | ScriptFailed
 ToScript = ScriptWelcome | Product | GemmFailed | Recorded | Control
