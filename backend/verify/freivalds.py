@@ -8,12 +8,16 @@ d = A(BR) - CR may be. With u = 2^-24, beta_l = |row l of B| and root = u sqrt(k
     tight  T_i = root sqrt(sum_l A_il^2 beta_l^2 + |C_i|^2)     rounding that adds up like a random walk
     loose  L_i = root sum_l |A_il| beta_l                       the same where the terms of the sum cancel
 
-    |d| <= 8 T: good.  |d| > 8 max(L, T): bad.  Between: the row is computed again in float64, and C must be within
-    8 root (|A||B|)_ij of that. Honest products reach 1.45 T (1.95 T when d itself is computed in float32).
+    |d| <= 8 T: good.  |d| > 8 sqrt(k) max(L, T): bad, since no order of summation errs as much.
+    Between: nobody is blamed before the row has been computed again in float64 (`_settled`).
+
+Honest products reach 1.45 T (1.95 T when d itself is computed in float32) unless the sum cancels, when they reach 29 T
+but only 0.53 L, or its terms are all alike, when their rounding errors have one sign and a long sequential sum passes
+8 L. What a false product may gain by the bounds is at the level of rounding.
 
 Two stages. `passes` is float32 and looks at every row: honest rows have a wide margin below 8 T even with one half of
 T alone (the A part and the C part are about equal unless the terms cancel), so it computes the half with fewer
-elements, as a lower bound. Rows that do not pass go to `judge`: float64 throughout, the rules above to the letter. A
+elements, as a lower bound. Rows that do not pass go to `judge`: float64 throughout, the rules above. A
 float32 overflow or underflow in the first stage therefore costs time, never a verdict. BR, A(BR) and CR are float32
 products because their rounding is of T's own size (1.95 T instead of 1.45 T) and a float64 copy of A or C would cost
 more than the check; d is subtracted in float64, for free.
@@ -43,6 +47,11 @@ UNIT_ROUNDOFF = 2.0**-24
 NORMAL_MIN = 2.0**-126
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 EXACT_BYTES_MAX = 32 << 20  # float64 copies of the rows judged at once
+SETTLE = 2.0  # times the bound on a whole row's error, which honest sums stay below 0.9 of
+SETTLED_ROWS = 32  # at once, the worst first: a liar is found in the first run
+PARTS = 17  # odd, so that data with a period of a power of two does not hide its peaks between them
+LANES = 16  # the widest SIMD a kernel might sum along k with, in float32
+SAMPLED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,22 +172,49 @@ def _judge_rows(a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns) -> Ver
     if c[part == 0.0].any():
         return Verdict(Check.BAD, "numbers where the product is exactly zero")
     excess = d / np.maximum(tight, loose)
-    if (excess > ACCEPT).any():
+    if (excess > ACCEPT * math.sqrt(k)).any():
         return Verdict(Check.BAD, f"the error is {excess.max():.3g} times what rounding explains (at most {ACCEPT:g})")
-    grey = d > ACCEPT * tight
-    if grey.any() and not _recomputed(a[grey], bt, c[grey], flushed[grey]):
-        return Verdict(Check.BAD, "not the product when computed again in float64")
+    worst_first = np.argsort(tight / np.maximum(d, NORMAL_MIN))
+    for rows in _runs(worst_first[(d > ACCEPT * tight)[worst_first]], SETTLED_ROWS):
+        if not _settled(a[rows], bt, c[rows], part[rows], flushed[rows]):
+            return Verdict(Check.BAD, "not the product when computed again in float64")
     return None
 
 
-def _recomputed(a: F64, bt: F32, c: F64, flushed: F64) -> bool:
-    """Does C (rows, n) stand up to the product in float64, element by element?"""
-    for columns in _blocks(np.arange(bt.shape[0]), bt.shape[1]):
-        b = bt[columns].astype(np.float64).T
-        allowed = ACCEPT * (root(a.shape[1]) * (np.abs(a) @ np.abs(b)) + flushed[:, None])
-        if (np.abs(c[:, columns] - a @ b) > allowed).any():
-            return False
-    return True
+def _settled(a: F64, bt: F32, c: F64, part: F64, flushed: F64) -> bool:
+    """Do these rows of C stand up to the product in float64?
+
+    A float32 sum errs by about u times the sizes of its partial sums, which T knows only the last of. Here the largest
+    is looked for, in two usual orders: one sum along k, seen at PARTS places, and LANES interleaved sums. Each row must
+    be within SETTLE of the bound that it gives. A row that is not, because the terms are alike and errors add up, must
+    be no worse than SETTLE times what a float32 sum along k makes of a few of its elements.
+    """
+    k = a.shape[1]
+    total = np.zeros_like(c)
+    peak = np.zeros(len(a))
+    for place in range(PARTS):
+        run = slice(k * place // PARTS, k * (place + 1) // PARTS)
+        total += a[:, run] @ bt[:, run].astype(np.float64).T
+        peak = np.maximum(peak, np.square(total).sum(axis=1))
+    for lane in range(min(LANES, k)):
+        partial = a[:, lane::LANES] @ bt[:, lane::LANES].astype(np.float64).T
+        peak = np.maximum(peak, np.square(partial).sum(axis=1))
+    allowed = SETTLE * (root(k) * np.sqrt(part + peak) + flushed)
+    error = np.sqrt(np.square(c - total).sum(axis=1))
+    far = error > allowed
+    return bool((error[far] <= allowed[far] * _bias(a[far], bt, total[far])).all())
+
+
+def _bias(a: F64, bt: F32, total: F64) -> F64:
+    """How far a sequential float32 sum of these rows is off, in units of T, for SAMPLED columns; at least 1."""
+    columns = np.unique(np.linspace(0, len(bt) - 1, SAMPLED).astype(np.intp))
+    with np.errstate(all="ignore"):
+        terms = a.astype(np.float32)[:, None, :] * bt[columns]  # (rows, columns, k)
+        off = np.abs(np.cumsum(terms, axis=2)[:, :, -1].astype(np.float64) - total[:, columns])
+        unit = np.square(terms.astype(np.float64)).sum(axis=2) + np.square(total[:, columns])
+        ratio = off / (root(a.shape[1]) * np.sqrt(unit))
+    worst: F64 = np.where(np.isfinite(ratio), ratio, 1.0).max(axis=1).clip(min=1.0)
+    return worst
 
 
 def _judge_not_finite(a: F64, bt: F32, c: F32, beta: F64) -> Verdict:
@@ -199,5 +235,8 @@ def _subnormal(x: F64) -> F64:
 
 def _blocks(indices: NDArray[np.intp], width: int) -> list[NDArray[np.intp]]:
     """The indices in runs of rows, each at most EXACT_BYTES_MAX as float64."""
-    rows = max(1, EXACT_BYTES_MAX // (8 * width))
-    return [indices[i : i + rows] for i in range(0, len(indices), rows)]
+    return _runs(indices, max(1, EXACT_BYTES_MAX // (8 * width)))
+
+
+def _runs(indices: NDArray[np.intp], length: int) -> list[NDArray[np.intp]]:
+    return [indices[i : i + length] for i in range(0, len(indices), length)]
