@@ -145,15 +145,14 @@ class Book:
                 self.move(lease, LeaseEvent.CLOSE)
 
     def acknowledge(self, lease: LeaseRecord, verdict: Verdict, reason: str, flop: int) -> None:
-        """The final word on a result, and its slot free, unless its gateway has restarted since."""
+        """The final word on a result, and its slot free."""
         slot, device = lease.slot, lease.owner.device
         assert slot is not None, f"lease {lease.lease} has no result to acknowledge"
         self.effects.append(
             SendAck(lease.reply_gateway, device, lease.reply_connection, lease.lease, verdict, reason, flop)
         )
         lease.slot = None
-        if not lease.slot_gone:
-            self.effects.append(FreeSlot(slot))
+        self.effects.append(FreeSlot(slot))
 
     def _forget(self, lease: LeaseRecord) -> None:
         if self.leases.pop(lease.lease, None) is None:
@@ -221,7 +220,9 @@ class Book:
         self.wake = True
 
     def remove(self, device: DeviceRecord, why: str) -> None:
-        """The device is not this job's any more."""
+        """The device is not this job's any more; where it is another's now, it needs the memory."""
         self.lose_all(device, why)
+        if device.held:
+            self.drop_on(device, set(device.held))
         del self.devices[device.device]
         self.wake = True

@@ -63,7 +63,8 @@ def _clamped(value: float, default: float, low: float, high: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class DeviceRecord:
-    """One connection of one device, from `Joined` to `Left`."""
+    """One connection of one device, from `Joined` to `Left`. `memory_bytes` begins as `memory_offered` and shrinks when
+    the device fails for want of memory."""
 
     device: str
     connection: str
@@ -71,6 +72,7 @@ class DeviceRecord:
     workers: int
     flops: float
     memory_bytes: int
+    memory_offered: int
     rtt_s: float
     down_bps: float
     up_bps: float
@@ -95,14 +97,15 @@ class DeviceRecord:
     def of(cls, event: Joined, limits: MachineLimits) -> DeviceRecord:
         """A new connection; unknown figures get the defaults, claims are clamped."""
         link = limits.link_bps_min, limits.link_bps_max
-        memory = event.memory_bytes or limits.memory_bytes_default
+        memory = min(event.memory_bytes or limits.memory_bytes_default, limits.memory_bytes_max)
         return cls(
             device=event.device,
             connection=event.connection,
             gateway=event.gateway,
             workers=event.workers,
             flops=_clamped(event.flops, limits.flops_default, limits.flops_min, limits.flops_max),
-            memory_bytes=min(memory, limits.memory_bytes_max),
+            memory_bytes=memory,
+            memory_offered=memory,
             rtt_s=_clamped(event.rtt_s, limits.rtt_s_default, 1e-5, 60.0),
             down_bps=_clamped(event.down_bps, limits.down_bps_default, *link),
             up_bps=_clamped(event.up_bps, limits.up_bps_default, *link),

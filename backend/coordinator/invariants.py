@@ -69,7 +69,8 @@ def _check_device(book: Book, device: DeviceRecord) -> None:
     assert len(tiles) == len(device.out), f"{name} has two leases of one tile"
     assert device.held_bytes == sum(device.held.values()), f"{name} holds {device.held_bytes} bytes, miscounted"
     assert device.pinned() <= device.held.keys(), f"{name} works on panels it does not hold"
-    assert device.free_bytes() >= 0 or device.fails, f"{name}: memory over by {-device.free_bytes()} bytes"
+    over = device.memory_bytes - device.memory_offered - device.free_bytes()
+    assert over <= 0, f"{name}: memory over by {over} bytes"
     assert not (device.barred and device.out), f"{name} is barred and has leases"
     for number, lease in device.out.items():
         assert lease.state is LeaseState.OUT and lease.owner is device, f"lease {number} of {name} is not out"

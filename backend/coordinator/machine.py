@@ -24,8 +24,8 @@ device is barred until it connects again. `fails_max` FAILs in a row bar it too,
 finite fail the GEMM and blame nobody. Once a GEMM has ended its operands may be overwritten, so later verdicts about it
 count for nothing. Results from strangers, of unknown leases, twice or too late are answered, never asserted.
 
-A slot is freed exactly once: when its result is refused, when its verdict is in, or when it is stored; unless its
-gateway has restarted meanwhile, whose slot numbers then mean other bytes.
+A slot is freed exactly once: when its result is refused, when its verdict is in, or when it is stored. (Gateways never
+use a slot's number twice, so that one of an earlier run frees nothing.)
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Machine:
 
     def _gemm(self, event: GemmSubmitted) -> None:
         assert event.gemm not in self.book.gemms, f"GEMM {event.gemm} is open already"
-        self.book.gemms[event.gemm] = GemmRun(event, self.book.epoch, self.book.now_s)
+        self.book.gemms[event.gemm] = GemmRun(event, f"{self.book.job}.{self.book.epoch}.{event.gemm}", self.book.now_s)
         self.book.wake = True
 
     def _plan(self, gemm: GemmRun) -> None:
@@ -189,9 +189,6 @@ class Machine:
     def _gateway(self, event: GatewayRestarted) -> None:
         for device in [device for device in self.book.devices.values() if device.gateway == event.gateway]:
             self.book.remove(device, "its gateway restarted")
-        for lease in self.book.leases.values():
-            if lease.slot is not None and lease.slot.gateway == event.gateway:
-                lease.slot_gone = True
 
     def _blame(self, device: str, connection: str, gateway: str, lease: LeaseRecord, reason: str) -> None:
         self.book.effects.append(Blame(device, connection, gateway, lease.lease, reason))

@@ -37,7 +37,6 @@ class LeaseRecord:
     started_s: float | None = None
     state: LeaseState = LeaseState.OUT
     slot: SlotRef | None = None
-    slot_gone: bool = False
     reply_gateway: str = ""
     reply_connection: str = ""
     seconds: float = 0.0
@@ -68,11 +67,12 @@ class Tile:
 
 
 class GemmRun:
-    """One GEMM from its submission until each of its leases has ended."""
+    """One GEMM from its submission until each of its leases has ended. `prefix` makes its panels' ids unique over jobs,
+    epochs and GEMMs, since a device may keep panels when it goes to another job."""
 
-    def __init__(self, request: GemmSubmitted, epoch: int, now_s: float) -> None:
+    def __init__(self, request: GemmSubmitted, prefix: str, now_s: float) -> None:
         self.request = request
-        self.epoch = epoch
+        self.prefix = prefix
         self.shape = Gemm(request.batch, request.m, request.n, request.k)
         self.submitted_s = now_s
         self.first_lease_s: float | None = None
@@ -155,8 +155,8 @@ class GemmRun:
         a_first, a_rows = rect.b0 * request.m + rect.m0, rect.batch * rect.m
         b_first, b_rows = rect.b0 * request.n + rect.n0, rect.batch * rect.n
         row = k * self.shape.element_bytes
-        a_id = f"{self.epoch}.{request.gemm}.a.{a_first}-{a_first + a_rows - 1}"
-        b_id = f"{self.epoch}.{request.gemm}.b.{b_first}-{b_first + b_rows - 1}"
+        a_id = f"{self.prefix}.a.{a_first}-{a_first + a_rows - 1}"
+        b_id = f"{self.prefix}.b.{b_first}-{b_first + b_rows - 1}"
         return (
             PanelRef(a_id, request.a_path, request.a_offset + a_first * row, a_rows, k),
             PanelRef(b_id, request.b_path, request.b_offset + b_first * row, b_rows, k),
