@@ -63,7 +63,7 @@ def parse_emulation(text: str) -> Emulation:
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _RANGES:
-            raise ValueError(
+            raise OptionError(
                 f"--emulate: got {part.strip()!r}, expected key=number with key one of {', '.join(_RANGES)}"
             )
         low, high = _RANGES[key]

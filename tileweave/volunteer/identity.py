@@ -29,7 +29,7 @@ def identity_path(url: str) -> Path:
 
 
 def load_identity(path: Path) -> Identity | None:
-    """The identity kept in `path`, None when there is none yet. Raises OptionError for a file that is something else."""
+    """The identity kept in `path`, None when there is none yet. Raises OptionError for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Identity(str(content["device"]), str(content["secret"]))

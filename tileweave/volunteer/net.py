@@ -184,7 +184,7 @@ class _Volunteer:
         async def dial() -> None:
             connection = await connect(
                 self._url, compression=None, max_size=FRAME_BYTES_MAX, ping_interval=None, open_timeout=OPEN_S_MAX,
-                close_timeout=CLOSE_S_MAX, user_agent_header=f"tileweave/{__version__}",
+                close_timeout=None, user_agent_header=f"tileweave/{__version__}",
             )  # fmt: skip
             opened.append(_Frames(connection))
 
@@ -309,7 +309,14 @@ class _Frames:
         return frame
 
     async def close(self) -> None:
-        await self._connection.close()
+        try:
+            # The library's own close_timeout starts only once its write buffer has drained, which a peer that has
+            # stopped reading never lets it.
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await self._connection.close()
+        except TimeoutError:
+            self._connection.transport.abort()
+            await self._connection.wait_closed()
 
 
 def _hello(options: VolunteerOptions, kernel: Kernel, identity: Identity | None) -> Hello:
