@@ -291,6 +291,20 @@ def test_some_goodbyes_are_final(in_server: InServer, code: Any, says: str) -> N
     in_server(test)
 
 
+def test_a_server_of_another_version_is_not_tried_again(in_server: InServer) -> None:
+    async def test(server: Any) -> None:
+        async with volunteering(server) as run:
+            peer = await server.peer()
+            bye = bytearray(encode(Bye(code="reload")))
+            bye[2] = 2
+            await peer.connection.send(bytes(bye))
+            with pytest.raises(VolunteerEnded, match=r"protocol version 2, expected 1.*update"):
+                async with asyncio.timeout(20):
+                    await run.task
+
+    in_server(test)
+
+
 def test_it_comes_back_no_sooner_than_the_server_asks(in_server: InServer, hand_clock: Any) -> None:
     async def test(server: Any) -> None:
         async with volunteering(server, clock=hand_clock) as run:

@@ -26,7 +26,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from tileweave import __version__
-from tileweave.protocol import FRAME_BYTES_MAX, Bye, Hello, Profile, ProtocolError, encode
+from tileweave.protocol import FRAME_BYTES_MAX, Bye, Hello, Profile, ProtocolError, VersionMismatch, encode
 from tileweave.volunteer.clock import Clock, SystemClock
 from tileweave.volunteer.compute import Kernel, compute, fastest_kernel, flop
 from tileweave.volunteer.emulate import EmulatedSocket, Emulation, Liar, Socket
@@ -154,6 +154,8 @@ class _Volunteer:
                 if socket is not None:
                     opened_s = self._clock.now_s()
                     await self._converse(socket, stop)
+            except VersionMismatch as error:
+                raise VolunteerEnded(f"the server speaks another protocol: {error}") from None
             except (OSError, WebSocketException, ProtocolError) as error:
                 detail = str(error) or type(error).__name__
             if stop.is_set():
