@@ -24,6 +24,7 @@ from backend.stores.flop import joined
 
 Order = Literal["rac", "total", "day"]
 LIST_LIMIT_MAX = 1_000
+BY_LAST_SEEN = "SELECT * FROM devices ORDER BY last_seen_s DESC, key LIMIT ? OFFSET ?"
 
 # A board shows the devices that have something to show on it: its lines, and how many there are.
 BOARDS: dict[Order, tuple[str, str]] = {
@@ -125,10 +126,7 @@ class DeviceStore:
 
     def list(self, limit: int, offset: int, now_s: float) -> list[DeviceRow]:
         """Last seen first."""
-        rows = self._db.connection.execute(
-            "SELECT * FROM devices ORDER BY last_seen_s DESC, key LIMIT ? OFFSET ?",
-            (min(limit, LIST_LIMIT_MAX), offset),
-        )
+        rows = self._db.connection.execute(BY_LAST_SEEN, (min(limit, LIST_LIMIT_MAX), offset))
         return [_device(row, now_s) for row in rows]
 
     def count(self) -> int:

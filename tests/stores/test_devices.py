@@ -6,7 +6,7 @@ import pytest
 
 from backend.credit.rules import DAY_S, HALF_LIFE_S, cobblestones
 from backend.stores.database import Database
-from backend.stores.devices import BOARDS, DeviceStore, Order
+from backend.stores.devices import BOARDS, BY_LAST_SEEN, DeviceStore, Order
 from backend.stores.jobs import JobSpec, JobStore
 from backend.stores.ledger import Grant, Ledger
 from planner.shapes import Rect
@@ -113,8 +113,6 @@ def test_a_board_of_a_hundred_thousand_is_read_from_its_index_in_a_stable_order(
 
 
 def test_the_list_of_devices_is_read_from_an_index_too(crowd: int, db: Database, devices: DeviceStore) -> None:
-    plan = db.connection.execute(
-        "EXPLAIN QUERY PLAN SELECT * FROM devices ORDER BY last_seen_s DESC, key LIMIT 10 OFFSET 10"
-    ).fetchall()
+    plan = db.connection.execute(f"EXPLAIN QUERY PLAN {BY_LAST_SEEN}", (10, 10)).fetchall()
     assert [row["detail"] for row in plan] == ["SCAN devices USING INDEX devices_by_last_seen"]
     assert devices.count() == crowd
