@@ -134,6 +134,8 @@ class Supervisor:
         finally:
             await self._switchboard.close()
             database.close()
+            sweep(self._settings.run_dir)  # shared memory: nobody reads it any more
+            self._settings.run_dir.rmdir()
         log.info("stopped")
 
     def _announce(self, new_token: str | None) -> None:

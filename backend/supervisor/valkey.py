@@ -71,6 +71,7 @@ class RedisChoice:
             "--maxmemory": f"{MAXMEMORY_MIB}mb",
             "--maxmemory-policy": "noeviction",
             "--loglevel": "warning",
+            "--logfile": str(self.directory / "valkey.log"),
         }
         return [str(self.binary), *(word for pair in options.items() for word in pair)]
 
