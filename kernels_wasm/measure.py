@@ -1,7 +1,7 @@
 """Measures the WASM kernel against tfjs-backend-wasm in headless Chromium: `python kernels_wasm/measure.py`.
 
-Chromium is a bare subprocess, because a DevTools client slows what it watches; the page (`web/bench/kernels.html`) posts
-its own figures to the little server here. Prints one JSON object. Needs `npm ci` and the built kernel.
+Chromium is a bare subprocess, because a DevTools client slows what it watches; the page (`web/bench/kernels.html`)
+posts its own figures to the little server here. Prints one JSON object. Needs `npm ci` and the built kernel.
 """
 
 from __future__ import annotations

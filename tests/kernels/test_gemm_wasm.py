@@ -1,4 +1,4 @@
-"""The WASM kernel under wasmtime: any shape, any strides, against float64; the same bits in Node; the same bytes twice."""
+"""The WASM kernel under wasmtime: any shape and strides, against float64; Node's bits; the same bytes twice."""
 
 import json
 import subprocess
