@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -50,7 +49,7 @@ API = "/api/v1"
 log = structlog.get_logger("gateway")
 
 
-def create_app(settings: Settings, index: int = 0, web: Path | None = None) -> FastAPI:
+def create_app(settings: Settings, index: int = 0) -> FastAPI:
     """The gateway number `index` of this server. Raises ValueError without TILEWEAVE_REDIS_URL."""
     if settings.redis_url is None:
         raise ValueError("a gateway needs TILEWEAVE_REDIS_URL; `tileweave serve` starts one and sets it")
@@ -82,7 +81,7 @@ def create_app(settings: Settings, index: int = 0, web: Path | None = None) -> F
     app.include_router(health.router, include_in_schema=False)
     app.router.routes.append(WebSocketRoute("/ws/device", device_socket))
     answers.install(app, _error_page)
-    pages.install(app, web or pages.web_root())
+    pages.install(app, pages.web_root())
     return app
 
 

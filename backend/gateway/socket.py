@@ -40,6 +40,7 @@ from tileweave.protocol import (
 
 CLOSE_S_MAX = 1.0
 BUSY_RETRY_S = 30.0
+RETRY_S_MAX = 86400.0
 MEMORY_BYTES_BELIEVED_MAX = 1 << 34  # claims are hints, kept within what a device could be
 FLOPS_BELIEVED_MAX = 1e13
 
@@ -51,7 +52,7 @@ class Refused(Exception):
 
     def __init__(self, code: ByeCode, reason: str, retry_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.bye = Bye(code=code, reason=reason[:500], retry_s=retry_s)
+        self.bye = Bye(code=code, reason=reason[:500], retry_s=min(retry_s, RETRY_S_MAX))
 
 
 class Registrations:
@@ -215,5 +216,5 @@ async def _close(socket: WebSocket, wire: Wire) -> None:
     try:
         async with asyncio.timeout(CLOSE_S_MAX):
             await socket.close()
-    except (TimeoutError, RuntimeError, OSError):
+    except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
         wire.abort()
