@@ -158,6 +158,18 @@ def volunteer(
 
 
 @app.command()
+def simulate(
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after another.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Drive the real core with a fleet that comes, goes, lies and dies, on a virtual clock."""
+    from backend.simulation.__main__ import main as run
+
+    raise typer.Exit(run(["--seed", str(seed), "--seeds", str(seeds), *(["--json"] if as_json else [])]))
+
+
+@app.command()
 def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the training.", show_default=False)] = None,
     as_json: Json = False,

@@ -18,7 +18,7 @@ import structlog
 from backend.switchboard.streams import Switchboard, SwitchboardError
 
 POLL_S = 0.5
-FORWARDED = ("step", "sample")
+FORWARDED = ("step", "sample", "gemm", "lease_lost")
 ENDED = ("succeeded", "failed", "cancelled")
 
 log = structlog.get_logger("gateway")

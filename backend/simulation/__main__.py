@@ -12,13 +12,13 @@ from backend.simulation.scenario import Outcome, SimulationError, run_seed
 PROGRESS_EVERY = 100
 
 
-def main() -> int:
-    """Exit status: 0 when every scenario held."""
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 when every scenario held. `argv`: the options, by default the process' own."""
     parser = argparse.ArgumentParser(prog="backend.simulation", description="Seeded simulation of the real core.")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, one after another")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     outcomes: list[Outcome] = []
     failure: str | None = None
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
