@@ -69,6 +69,7 @@ def create_app(settings: Settings, index: int = 0) -> FastAPI:
         openapi_url=f"{API}/openapi.json",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat whatever Host the request named
         lifespan=lifespan,
     )
     token, _ = load_or_create_token(settings)

@@ -29,6 +29,7 @@ from tileweave.protocol import (
     Ack,
     Bye,
     ByeCode,
+    Message,
     Panel,
     Ping,
     ProtocolError,
@@ -124,9 +125,7 @@ class Connection:
 
     async def revoke(self, job: str, leases: list[int]) -> None:
         """These leases are not needed any more."""
-        self.outbox.revoke(set(leases))
-        await self._carry_out(self.session.revoked(leases))
-        self.say(Revoke(job=job, leases=leases))
+        await self._carry_out(self.session.revoked(job, leases))
 
     def drop(self, panels: list[str]) -> None:
         """These panels will not be leased again."""
@@ -146,7 +145,7 @@ class Connection:
         if self.status.state != "ready":
             self.tell_status()
 
-    def say(self, message: Ack | Ping | Revoke) -> None:
+    def say(self, message: Message) -> None:
         """Send a control message."""
         self.outbox.control(message)
         self._wake.set()
@@ -354,8 +353,9 @@ class Connection:
             case said.Finish():
                 await self._finish_upload(effect)
             case said.Reply(message=message):
-                self.outbox.control(message)
-                self._wake.set()
+                if isinstance(message, Revoke):
+                    self.outbox.revoke(set(message.leases))
+                self.say(message)
             case said.Publish(job=job, message=message):
                 await self.house.tell_job(job, message)
             case said.Abandon(lease=lease):

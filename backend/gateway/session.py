@@ -25,6 +25,7 @@ from tileweave.protocol import (
     Pong,
     ProtocolError,
     Result,
+    Revoke,
     Status,
     Verdict,
 )
@@ -162,21 +163,16 @@ class Session:
         if len(self._answered) > ANSWERED_MAX:
             self._answered.popitem(last=False)
 
-    def revoked(self, leases: list[int]) -> list[Effect]:
+    def revoked(self, job: str, leases: list[int]) -> list[Effect]:
         """These leases are not needed any more; a result of theirs in progress is dropped."""
-        effects: list[Effect] = []
-        for lease in leases:
-            self._leases.pop(lease, None)
-            if self._uploads.pop(lease, None) is not None:
-                self._swallow(lease)
-                effects.append(Abandon(lease))
-        return effects
+        return [*self._abandon(leases), Reply(Revoke(job=job, leases=leases))]
 
     def job_ended(self, job: str) -> list[Effect]:
         """`job` takes no results any more: everything of it is answered, nothing stays open."""
         mine = [number for number, lease in self._leases.items() if lease.job == job]
         done = [number for number in mine if self._leases[number].done]
-        effects = self.revoked([number for number in mine if number not in done])
+        not_done = [number for number in mine if number not in done]
+        effects = self.revoked(job, not_done) if not_done else []
         for number in done:
             effects += self._late(number, job, f"job {job} has ended")
         return effects
@@ -306,7 +302,7 @@ class Session:
         known = self._leases.pop(message.lease, None)
         if known is None:
             return []
-        effects = self.revoked([message.lease])
+        effects = self._abandon([message.lease])
         failed = LeaseFailed(
             device=self.device,
             connection=self.connection,
@@ -315,6 +311,15 @@ class Session:
             message=message.message,
         )
         return [*effects, Publish(known.job, failed)]
+
+    def _abandon(self, leases: list[int]) -> list[Effect]:
+        effects: list[Effect] = []
+        for lease in leases:
+            self._leases.pop(lease, None)
+            if self._uploads.pop(lease, None) is not None:
+                self._swallow(lease)
+                effects.append(Abandon(lease))
+        return effects
 
     def _need(self, message: Need) -> list[Effect]:
         known = self._leases.get(message.lease)

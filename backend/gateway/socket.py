@@ -171,6 +171,7 @@ async def _identify(
     if not device:
         registrations.check(address)
         device, secret = await gateway.store(gateway.devices.register, name, profile.agent, now_s)
+        name = name or f"Volunteer {device[1:5]}"
     await gateway.store(gateway.devices.update, device, name, profile.agent, profile.kernel, now_s)
     standing = await gateway.store(gateway.ledger.standing, device, now_s)
     left_s = standing.quarantined_until_s - now_s
