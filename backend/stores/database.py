@@ -26,7 +26,7 @@ from backend.stores.schema import MIGRATIONS
 BUSY_TIMEOUT_MS = 5_000
 BEGIN_ATTEMPTS_MAX = 6  # x BUSY_TIMEOUT_MS: a writer gives up after half a minute
 WAL_BYTES_KEPT_MAX = 64 << 20
-INTEGER_MAX = 2**63 - 1
+INTEGER_MAX = 2**63 - 1  # what an SQLite column holds
 
 
 class DatabaseBusy(RuntimeError):
@@ -114,10 +114,14 @@ class Database:
             self.path, timeout=BUSY_TIMEOUT_MS / 1000, isolation_level=None, check_same_thread=False
         )
         connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT_MAX}")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES_KEPT_MAX}")
+        except sqlite3.Error:
+            connection.close()
+            raise
         return connection
 
     def _begin(self, connection: sqlite3.Connection) -> None:

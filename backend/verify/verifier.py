@@ -19,6 +19,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from backend.coordinator.events import Check
 from backend.verify.freivalds import (
@@ -88,12 +89,11 @@ class _Tile:
             return self._probe
 
 
-class _Gemm:
+class _Gemm(NamedTuple):
     """The operands: A (batch, m, k), B^T (batch, n, k)."""
 
-    def __init__(self, a: F32, bt: F32) -> None:
-        self.a = a
-        self.bt = bt
+    a: F32
+    bt: F32
 
 
 _ColumnsKey = tuple[int, int, int, int, int]  # gemm, b0, b1, n0, n1

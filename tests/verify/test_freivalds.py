@@ -233,6 +233,21 @@ def test_a_false_product_is_bad(attack: str, shape: tuple[int, int, int, int]) -
         assert verdict(a, bt, c, seed).kind is Check.BAD, seed
 
 
+@pytest.mark.parametrize("direction", ["noise", "scale", "constant"])
+def test_bisecting_the_tolerance_gains_no_more_than_rounding(direction: str) -> None:
+    """A device that learns from verdicts finds the largest error that passes: it is not worth having."""
+    a, bt = operands("gaussian", "gaussian", (1, 48, 48, 256), 11)
+    c = blas(a, bt)
+    errors = {"noise": np.random.default_rng(1).standard_normal(c.shape), "scale": c / np.abs(c).std()}
+    error = errors.get(direction, np.ones_like(c)) * np.abs(c).std()
+    low, high = 0.0, 1.0
+    for attempt in range(30):
+        middle = (low + high) / 2
+        good = verdict(a, bt, (c + middle * error).astype(np.float32), attempt).kind is Check.GOOD
+        low, high = (middle, high) if good else (low, middle)
+    assert low < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(2, 64, 64, 16), (1, 96, 32, 256)], ids=str)
 @pytest.mark.parametrize(
     "attack", ["zeros", "half_of_k", "one_k_skipped", "f16_rounded", "noise_1e-4", "one_3e38", "one_nan"]
