@@ -16,6 +16,7 @@ const path = `/jobs/${encodeURIComponent(page.job ?? "")}`;
 const chart = new LossChart($("chart"));
 /** @type {Job|null} */
 let job = null;
+let sampleStep = -1;
 
 /** @param {Job} now */
 function draw(now) {
@@ -42,8 +43,10 @@ function draw(now) {
   if (now.sample) drawSample(now.sample);
 }
 
-/** @param {{ step: number, text: string }} sample */
+/** The newest one: a job's own record may be older than an event. @param {{ step: number, text: string }} sample */
 function drawSample(sample) {
+  if (sample.step < sampleStep) return;
+  sampleStep = sample.step;
   text("sample", sample.text);
   text("sample-step", `at step ${number(sample.step)}`);
   show("sample-card", true);
