@@ -71,16 +71,12 @@ class Book:
         if not self._make_room(device, tile):
             return False
         gemm, limits, first = tile.gemm, self.limits, not tile.leases
-        predicted_s = tile_seconds(
-            tile.rect,
-            gemm.shape,
-            device.planned(),
-            device.new_bytes(tile.panels),
-            limits.plan.lease_seconds,
-        )
+        new_bytes = device.new_bytes(tile.panels)
+        predicted_s = tile_seconds(tile.rect, gemm.shape, device.planned(), new_bytes, limits.plan.lease_seconds)
         device.hold(tile.panels)
         gemm.panels.update(tile.panels)
-        lease = LeaseRecord(self.epoch * EPOCH_LEASES + self._next_lease, tile, device, self.now_s, predicted_s)
+        number = self.epoch * EPOCH_LEASES + self._next_lease
+        lease = LeaseRecord(number, tile, device, self.now_s, new_bytes, predicted_s)
         self._next_lease += 1
         if not device.out:
             lease.started_s = self.now_s

@@ -104,6 +104,6 @@ class Dispatcher:
         flop = gemm.queued_flop[share]
         planned = owner.planned()
         bytes_up = gemm.shape.element_bytes * flop / (2 * gemm.shape.k)
-        return max(flop / planned.flops, bytes_up / planned.up_bps) + sum(
-            lease.predicted_s for lease in owner.out.values()
-        )
+        leases_s = len(gemm.queues[share]) * self.limits.plan.lease_seconds
+        before_s = sum(lease.predicted_s for lease in owner.out.values())
+        return before_s + max(flop / planned.flops, bytes_up / planned.up_bps, leases_s)

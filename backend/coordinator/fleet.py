@@ -182,9 +182,17 @@ class DeviceRecord:
         self.flops += SMOOTHING * (flops - self.flops)
         if upload_s > 0 and lease.tile.result_bytes >= LINK_BYTES_MIN:
             self.link(0.0, 0.0, lease.tile.result_bytes / upload_s, limits)
+        self._proven(lease, now_s - lease.sent_s)
         took_s = now_s - (lease.started_s if lease.started_s is not None else lease.sent_s)
         ratio = min(max(1.0, (took_s - JITTER_S) / lease.predicted_s * self.lag), 8.0 * self.lag, 64.0)
         self.lag += SMOOTHING * (ratio - self.lag)
+
+    def _proven(self, lease: LeaseRecord, span_s: float) -> None:
+        """What a lease moved between its sending and its result, the links can move: a floor under the averages. Small
+        transfers give no rate of their own, and a default that is too low would cut small GEMMs to slivers for ever."""
+        span_s = max(span_s, 1e-6)
+        self.down_bps = max(self.down_bps, lease.new_bytes / span_s)
+        self.up_bps = max(self.up_bps, lease.tile.result_bytes / span_s)
 
     def link(self, rtt_s: float, down_bps: float, up_bps: float, limits: MachineLimits) -> None:
         """Refresh the averages from link measurements; 0 is not measured. The first one replaces the default."""

@@ -25,14 +25,15 @@ RETURNED = ""
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """One lease. `owner` is the device's record when it was sent, which may be gone since; `started_s` is when its time
-    began to run (None: it waits behind an earlier lease of its device). From its result: where the answer
-    goes, the device's kernel `seconds` as far as believed, the server's `span_s`."""
+    """One lease. `owner` is the device's record when it was sent, which may be gone since; `new_bytes` are the panels
+    sent for it; `started_s` is when its time began to run (None: it waits behind an earlier lease of its device). From
+    its result: where the answer goes, the device's kernel `seconds` as far as believed, the server's `span_s`."""
 
     lease: int
     tile: Tile
     owner: DeviceRecord
     sent_s: float
+    new_bytes: int
     predicted_s: float
     started_s: float | None = None
     state: LeaseState = LeaseState.OUT
@@ -113,11 +114,12 @@ class GemmRun:
         return tile
 
     def replace(self, tile: Tile, rects: tuple[Rect, ...], share: str) -> list[Tile]:
-        """Re-cut a ready tile; its leases must have ended. The pieces keep its list of devices that spoiled it."""
+        """Re-cut a ready tile; its leases must have ended. The pieces keep its list of devices that spoiled it, and are
+        then for anyone, not only for `share`."""
         self._unfile(tile)
         del self.tiles[tile.number]
         self.remaining -= 1
-        pieces = [self.add(rect, share) for rect in rects]
+        pieces = [self.add(rect, RETURNED if tile.spoiled else share) for rect in rects]
         for piece in pieces:
             piece.spoiled |= tile.spoiled
         return pieces
