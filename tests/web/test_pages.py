@@ -90,7 +90,7 @@ def test_volunteer_page_says_what_will_run(page: Page, server: WebServer) -> Non
     expect(link).to_have_attribute("href", "/jobs/job-1")
     expect(page.get_by_text("step 84 of 200")).to_be_visible()
     expect(page.get_by_text("weights and activations")).to_be_visible()
-    expect(page.locator("#memory")).to_have_text("537 MB")
+    expect(page.locator("#memory")).to_have_text("512 MiB")
     assert page.title() == "Volunteer · Tileweave"
 
 

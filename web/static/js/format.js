@@ -27,6 +27,9 @@ export function scaled(value, unit) {
 /** @param {Maybe} value */
 export const bytes = (value) => scaled(value, "B");
 
+/** Memory, in the units it is sold in. @param {Maybe} value bytes */
+export const memory = (value) => (known(value) ? `${number(value / 2 ** 20)} MiB` : DASH);
+
 /** GFLOP/s without the unit. @param {Maybe} flops */
 export const gflops = (flops) => (known(flops) ? number(flops / 1e9) : DASH);
 

@@ -18,7 +18,8 @@ function line(row) {
   const cell = make("td", {}, dot(row.online ? "good" : "idle"), name);
   cell.title = row.online ? "online" : "offline";
   const figures = [credit(row.rac), credit(row.day_credit), credit(row.credit), scaled(row.flop, "FLOP")];
-  return make("tr", {}, make("td", {}, number(row.rank)), cell, ...figures.map((value) => make("td", { class: "number" }, value)));
+  return make("tr", {}, make("td", {}, number(row.rank)), cell, ...figures.map((value, index) =>
+    make("td", { class: index + 2 === ORDERS[order] ? "number chosen" : "number" }, value)));
 }
 
 async function refresh() {
@@ -41,5 +42,7 @@ function go(id, target, label) {
 for (const tab of document.querySelectorAll("[data-order]")) {
   if (tab.getAttribute("data-order") === order) tab.setAttribute("aria-current", "page");
 }
-document.querySelectorAll("th")[ORDERS[order]].setAttribute("aria-sort", "descending");
+const sorted = document.querySelectorAll("th")[ORDERS[order]];
+sorted.setAttribute("aria-sort", "descending");
+sorted.classList.add("chosen");
 repeat(refresh, REFRESH_MS);

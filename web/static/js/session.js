@@ -81,7 +81,8 @@ export class Session {
     const flop = this.#finished.reduce((sum, [, each]) => sum + each, 0);
     return {
       state: this.#state, reason: this.#reason, bye: this.#byeCode, ...this.#totals,
-      device: this.options.identity?.device ?? "", name: this.options.name, flops: flop / SPEED_WINDOW_S,
+      device: this.options.identity?.device ?? "", name: this.options.name,
+      flops: flop / Math.min(SPEED_WINDOW_S, Math.max(1, now - this.#openedAt)),
       leases: this.#tiles.size, panelBytes: this.#tiles.panels.bytes, uploadBytes: this.#uploads.bytes,
       retryInS: this.#state === "waiting" ? Math.max(0, this.#retryAt - now) : 0,
     };

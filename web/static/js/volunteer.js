@@ -7,7 +7,7 @@
  */
 import { memoryBytes, threadsChosen, threadsMax } from "./device_limits.js";
 import { $, failed, input, link, repeat, show, text, words } from "./dom.js";
-import { bytes, cobblestones, credit, duration, gflops, number } from "./format.js";
+import { bytes, cobblestones, credit, duration, gflops, memory, number } from "./format.js";
 import { jobItem, jobTitle } from "./job_list.js";
 import { get, page } from "./rest.js";
 
@@ -77,7 +77,7 @@ async function start() {
   remember({ threads, name: input("name").value.trim() });
   if (!(await onlyTab())) return ended("Already running in another tab", "One tab of a browser is one device; that tab goes on.");
   text("why", "Proving the kernel on this device and measuring it.");
-  text("heap", "0 B");
+  text("heap", memory(0));
   net = new Worker(new URL("./net_worker.js", import.meta.url), { type: "module" });
   net.onmessage = ({ data }) => hear(data);
   net.onerror = (event) => ended("Stopped", `The Worker failed: ${event.message || "its script could not be loaded"}`);
@@ -148,7 +148,7 @@ function draw(now) {
   text("credit", credit(cobblestones(now.flop)));
   text("kernel", `${gflops(now.kernelFlops)} GFLOP/s`);
   text("data", `${bytes(now.receivedBytes)} / ${bytes(now.sentBytes)}`);
-  text("heap", bytes(now.heapBytes));
+  text("heap", memory(now.heapBytes));
   link("device", `/devices/${encodeURIComponent(now.device)}`, now.device);
   link("job", `/jobs/${encodeURIComponent(now.job)}`, now.job && (titles.get(now.job) ?? now.job));
   show("no-job", !now.job);
@@ -227,7 +227,7 @@ const showThreads = () => text("threads-out", `${threads.value} of ${most}`);
 threads.addEventListener("input", showThreads);
 showThreads();
 input("name").value = (local && query.get("name")) || remembered.name;
-text("memory", bytes(lent));
+text("memory", memory(lent));
 noteInsecure();
 noteSimd();
 
