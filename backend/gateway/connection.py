@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from backend.gateway import session as said
-from backend.gateway.link import LinkMeter
+from backend.gateway.link import LinkFigures, LinkMeter
 from backend.gateway.maps import PanelGone
 from backend.gateway.outbox import Chunk, Outbox
 from backend.gateway.ports import Closed, House, Identity, Transport
@@ -42,7 +42,7 @@ from tileweave.protocol import (
 
 RUN_BYTES_MAX = 4 << 20  # panel bytes after which a PING measures the link, while more follow
 BYE_S_MAX = 1.0  # for the last words to a peer that may be gone
-CHANGE_WORTH_TELLING = 0.15  # relative change of a link figure
+FLOPS_WEIGHT = 0.2  # of one result in the running average of a device's speed
 
 log = structlog.get_logger("gateway")
 
@@ -65,19 +65,6 @@ class _Budget:
 class _Upload:
     slot: Slot
     started_s: float
-
-
-@dataclass(slots=True)
-class _Told:
-    """The figures last told to the coordinator."""
-
-    rtt_s: float = 0.0
-    down_bps: float = 0.0
-    up_bps: float = 0.0
-
-    def differs(self, meter: LinkMeter) -> bool:
-        pairs = ((self.rtt_s, meter.rtt_s), (self.down_bps, meter.down_bps), (self.up_bps, meter.up_bps))
-        return any(abs(new - old) > CHANGE_WORTH_TELLING * max(old, 1e-9) for old, new in pairs)
 
 
 @dataclass(eq=False)
@@ -105,7 +92,8 @@ class Connection:
         self._uploads: dict[int, _Upload] = {}
         self._chunk_s = now_s
         self._heard_s = now_s
-        self._told = _Told()
+        self._told = LinkFigures()
+        self._flops = 0.0  # of its kernel, by its own clock, over its last results; for the pages only
         self._wake = asyncio.Event()
         self._bye: Bye | None = None
         self._view: tuple[PanelRef, memoryview] | None = None
@@ -141,7 +129,7 @@ class Connection:
         if epoch < self.epoch:
             return
         self.job, self.epoch = job, epoch
-        self._told = _Told()
+        self._told = LinkFigures()
         if self.status.state != "ready":
             self.tell_status()
 
@@ -174,23 +162,22 @@ class Connection:
             self.wire.abort()
         else:
             self.say(Ping(nonce=self.meter.ping(now_s)))
-        if self._told.differs(self.meter) or self.status.state != "ready":
+        if self._told.differ(self.meter.figures) or self.status.state != "ready":
             self.tell_status()
 
     def tell_status(self) -> None:
         """The device's state and link, to the coordinator it serves."""
         if self.job is None:
             return
-        meter = self.meter
-        self._told = _Told(meter.rtt_s, meter.down_bps, meter.up_bps)
+        link = self._told = self.meter.figures
         message = DeviceStatus(
             device=self.identity.device,
             connection=self.identity.connection,
             state=self.status.state,
             reason=self.status.reason,
-            rtt_s=meter.rtt_s,
-            down_bps=meter.down_bps,
-            up_bps=meter.up_bps,
+            rtt_s=link.rtt_s,
+            down_bps=link.down_bps,
+            up_bps=link.up_bps,
         )
         self.house.offer_job(self.job, message)
 
@@ -220,7 +207,7 @@ class Connection:
             "reason": self.status.reason,
             "kernel": profile.kernel,
             "workers": profile.workers,
-            "profile_flops": profile.flops,
+            "flops": self._flops or profile.flops,
             "rtt_s": self.meter.rtt_s,
             "down_bps": self.meter.down_bps,
             "up_bps": self.meter.up_bps,
@@ -391,6 +378,9 @@ class Connection:
             return
         burst_bytes, burst_s = self.wire.burst()
         self.meter.upload(burst_bytes, burst_s)
+        if effect.flop and effect.seconds > 0:
+            flops = effect.flop / effect.seconds
+            self._flops = flops if not self._flops else self._flops + FLOPS_WEIGHT * (flops - self._flops)
         self.house.slot_filled(upload.slot)
         result = ResultReady(
             device=self.identity.device,

@@ -234,7 +234,7 @@ class Fleet:
             case Release(slots=slots):
                 for number in slots:
                     self._release(number)
-            case DropPanels(panels=panels):
+            case DropPanels(device="", panels=panels):
                 for connection in self._connections.values():
                     connection.drop(panels)
             case Census():
@@ -243,7 +243,7 @@ class Fleet:
             case _:
                 await self._to_connection(message)
 
-    async def _to_connection(self, message: Push | Acknowledge | RevokeLeases | Assign | Kick) -> None:
+    async def _to_connection(self, message: Push | Acknowledge | RevokeLeases | DropPanels | Assign | Kick) -> None:
         connection = self._connections.get(message.device)
         if connection is None or connection.identity.connection != message.connection:
             if isinstance(message, Push | Assign):
@@ -256,6 +256,8 @@ class Fleet:
                 connection.acknowledge(ack)
             case RevokeLeases(job=job, leases=leases):
                 await connection.revoke(job, leases)
+            case DropPanels(panels=panels):
+                connection.drop(panels)
             case Assign(job=job, epoch=epoch):
                 connection.assign(job, epoch)
             case Kick(code=code, reason=reason, retry_s=retry_s):

@@ -11,12 +11,28 @@ Pure: every call is given the time. Rates are bytes per second, 0 while unknown.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 RTT_SAMPLES = 16
 PINGS_OPEN_MAX = 64  # unanswered PINGs remembered; the silence limit ends a connection long before
 SAMPLE_BYTES_MIN = 128 << 10  # a smaller transfer measures the round trip, not the rate
 SPAN_SHARE_MIN = 0.1  # what remains of a transfer's span at least after the round trip is taken off
+CHANGE_WORTH_TELLING = 0.15  # relative
 WEIGHT = 0.3  # of a new sample in the running average
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What a link measured at one time."""
+
+    rtt_s: float = 0.0
+    down_bps: float = 0.0
+    up_bps: float = 0.0
+
+    def differ(self, now: LinkFigures) -> bool:
+        """Whether `now` is news to who knows these."""
+        pairs = ((self.rtt_s, now.rtt_s), (self.down_bps, now.down_bps), (self.up_bps, now.up_bps))
+        return any(abs(new - old) > CHANGE_WORTH_TELLING * old for old, new in pairs)
 
 
 class LinkMeter:
@@ -47,6 +63,11 @@ class LinkMeter:
         if self._run_started_s is None:
             self._run_started_s = now_s
         self._run_bytes += size
+
+    @property
+    def figures(self) -> LinkFigures:
+        """The figures now."""
+        return LinkFigures(self.rtt_s, self.down_bps, self.up_bps)
 
     @property
     def run_bytes(self) -> int:

@@ -3,7 +3,7 @@
 Control messages (ACK, REVOKE, PING, BYE) go first, between two panel chunks if need be: an ACK never waits for 64 MiB.
 Leases wait in a queue of their own; only when a lease's turn comes is it decided which of its two panels this
 connection has not been sent yet, so that a lease revoked in the queue costs nothing and leaves nothing half-true. DROP
-goes through the same queue, behind the chunks it could otherwise overtake.
+goes through the same queue: after the leases before it, whose panels it may name, and before those that follow.
 
 Pure: no socket, no clock. Bounded: a device that does not read fills its outbox and is closed (`full`).
 """
@@ -18,6 +18,7 @@ from backend.switchboard.messages import PanelRef, Push
 from tileweave.protocol import Drop, Message, chunks
 
 ELEMENT_BYTES = 4
+DROPPED_AT_ONCE = 1024  # panels in one DROP, which has room for 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class _Resend:
     lease: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    panels: list[str]
+
+
 class Outbox:
     """The queues of one connection. `next()` gives what goes to the socket next, or None."""
 
@@ -44,7 +50,7 @@ class Outbox:
         self._frame_bytes_max = frame_bytes_max
         self._messages_max = messages_max
         self._control: deque[Message] = deque()
-        self._work: deque[Push | _Resend | Drop] = deque()
+        self._work: deque[Push | _Resend | _Forget] = deque()
         self._turn: Iterator[Message | Chunk] = iter(())
         self._turn_lease: int | None = None  # None: not a lease's turn, or the lease was revoked meanwhile
         self._sent: set[str] = set()
@@ -76,11 +82,9 @@ class Outbox:
         self._work = deque(item for item in self._work if not (isinstance(item, Push) and item.lease.lease in leases))
 
     def drop(self, panels: list[str]) -> None:
-        """These panels will not be leased again: DROP those that were sent."""
-        held = [panel for panel in panels if panel in self._sent]
-        self._sent.difference_update(held)
-        for first in range(0, len(held), 1024):
-            self._work.append(Drop(panels=held[first : first + 1024]))
+        """DROP those of these panels that were sent by then; a later lease sends them again."""
+        for first in range(0, len(panels), DROPPED_AT_ONCE):
+            self._work.append(_Forget(panels[first : first + DROPPED_AT_ONCE]))
 
     def lost(self, lease: int, panel: str) -> None:
         """A panel is gone before its first chunk: the lease is not sent, and the panel does not count as sent."""
@@ -108,9 +112,12 @@ class Outbox:
             self._turn_lease = item.lease.lease if isinstance(item, Push) else None
             self._turn = self._pieces(item)
 
-    def _pieces(self, item: Push | _Resend | Drop) -> Iterator[Message | Chunk]:
-        if isinstance(item, Drop):
-            yield item
+    def _pieces(self, item: Push | _Resend | _Forget) -> Iterator[Message | Chunk]:
+        if isinstance(item, _Forget):
+            held = [panel for panel in item.panels if panel in self._sent]
+            self._sent.difference_update(held)
+            if held:
+                yield Drop(panels=held)
         elif isinstance(item, _Resend):
             yield from self._panel(item.ref, item.lease)
         else:

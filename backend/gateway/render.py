@@ -62,8 +62,8 @@ def _waiting(job: Job, live: Mapping[str, Any]) -> str | None:
 
 
 def device_json(device: DeviceRow, live: Mapping[str, Any], now_s: float) -> dict[str, Any]:
-    """`live`: fields the gateway and the coordinator keep in Redis while the device is connected. `flops` is what the
-    coordinator measured, before that what the device says of itself."""
+    """`live`: fields that the device's gateway keeps in Redis while it is connected. `flops` is taken from its results,
+    before that what the device says of itself."""
     online = bool(live)
     return {
         "id": device.id,
@@ -74,7 +74,7 @@ def device_json(device: DeviceRow, live: Mapping[str, Any], now_s: float) -> dic
         "job": live.get("job"),
         "kernel": live.get("kernel", device.kernel),
         "workers": live.get("workers"),
-        "flops": live.get("flops", live.get("profile_flops")),
+        "flops": live.get("flops"),
         "down_bps": live.get("down_bps"),
         "up_bps": live.get("up_bps"),
         "rtt_s": live.get("rtt_s"),

@@ -71,12 +71,13 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The result is complete."""
+    """The result is complete. `flop` is 0 where the lease is not known here."""
 
     lease: int
     job: str
     seconds: float
     size: int
+    flop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +254,11 @@ class Session:
         if upload.received == upload.size:
             del self._uploads[message.lease]
             lease = self._leases.get(message.lease)
+            flop = 0
             if lease is not None:
                 lease.done = True
-            effects.append(Finish(message.lease, upload.job, message.seconds, upload.size))
+                flop = 2 * lease.push.lease.k * lease.size // ELEMENT_BYTES
+            effects.append(Finish(message.lease, upload.job, message.seconds, upload.size, flop))
         return effects
 
     def _begin(self, message: Result) -> tuple[_Upload | None, list[Effect]]:

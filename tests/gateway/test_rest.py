@@ -264,7 +264,7 @@ def test_devices_and_boards(make_client) -> None:
     device, _ = world.devices.register(name, "agent", time.time())
     row = client.get(f"{API}/devices").json()["devices"][0]
     assert (row["id"], row["name"], row["online"], row["state"], row["flop"]) == (device, name, False, "offline", 0)
-    world.redis.hset(f"tw:dev:{device}", mapping={"state": '"ready"', "profile_flops": "1e9", "rtt_s": "NaN"})
+    world.redis.hset(f"tw:dev:{device}", mapping={"state": '"ready"', "flops": "1e9", "rtt_s": "NaN"})
     row = client.get(f"{API}/devices/{device}").json()
     assert (row["online"], row["state"], row["flops"], row["rtt_s"]) == (True, "ready", 1e9, None)
     board = client.get(f"{API}/leaderboard?order=total&limit=5").json()

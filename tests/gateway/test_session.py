@@ -82,6 +82,15 @@ def test_a_lost_panel_takes_its_lease_along_and_is_sent_next_time() -> None:
     assert [piece[0] if isinstance(piece, tuple) else piece.lease for piece in drain(outbox)] == ["a", "b2", 2]
 
 
+def test_a_drop_between_two_leases_is_between_them_on_the_wire_too() -> None:
+    outbox = Outbox(MIB, 100)
+    for lease in (1, 2):
+        outbox.push(a_push(lease))
+        outbox.drop(["a"])
+    order = [piece[0] if isinstance(piece, tuple) else type(piece).__name__ for piece in drain(outbox)]
+    assert order == ["a", "b", "Lease", "Drop", "a", "Lease", "Drop"]
+
+
 def test_a_full_outbox_says_so() -> None:
     outbox = Outbox(MIB, 3)
     for lease in range(4):
