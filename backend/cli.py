@@ -184,12 +184,21 @@ def demo(
 @bench_app.command()
 def parity(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run.", show_default=False)] = None,
+    corrupt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also with products spoiled after the check: skip1, bf16. Both by default.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Training on volunteers against plain torch: how far the losses differ, and that spoiled products show."""
+    """Training on a browser against plain torch: how far the losses differ, and that spoiled products show."""
     from backend.bench import parity as bench
 
-    _bench(bench.parity(steps or bench.STEPS), as_json)
+    kinds = corrupt or bench.KINDS
+    if unknown := set(kinds) - set(bench.KINDS):
+        _fail(f"got --corrupt {' '.join(sorted(unknown))}, expected {' or '.join(bench.KINDS)}", 2)
+    _bench(bench.parity(steps or bench.STEPS, kinds), as_json)
 
 
 @bench_app.command()

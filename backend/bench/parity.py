@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from backend.bench.spoiled import ENTRY, KINDS, SPOIL_VARIABLE
@@ -33,7 +34,7 @@ print(json.dumps(losses))
 """
 
 
-def parity(steps: int = STEPS, config: GptBytesConfig = CONFIG, spoil: bool = True) -> dict[str, Any]:
+def parity(steps: int = STEPS, corrupt: Sequence[str] = KINDS, config: GptBytesConfig = CONFIG) -> dict[str, Any]:
     """Returns max_relative_loss_difference, offloaded_flop_share, `corrupt` by kind, and what the limits say."""
     plain = plain_losses(steps, config)
     with Swarm() as swarm:
@@ -41,11 +42,11 @@ def parity(steps: int = STEPS, config: GptBytesConfig = CONFIG, spoil: bool = Tr
         rows = train_on(swarm, steps, config)
     difference = largest_difference(plain, rows)
     share = offloaded_share(rows)
-    corrupt = {}
-    for kind in KINDS if spoil else ():
+    corrupted = {}
+    for kind in corrupt:
         with Swarm(environment={SPOIL_VARIABLE: kind}, entry=ENTRY) as swarm:
             swarm.add_browser("parity")
-            corrupt[kind] = largest_difference(plain, train_on(swarm, steps, config))
+            corrupted[kind] = largest_difference(plain, train_on(swarm, steps, config))
     return {
         "steps": steps,
         "config": config.model_dump(),
@@ -53,8 +54,8 @@ def parity(steps: int = STEPS, config: GptBytesConfig = CONFIG, spoil: bool = Tr
         "loss_last": plain[-1],
         "max_relative_loss_difference": difference,
         "offloaded_flop_share": share,
-        "corrupt": corrupt,
-        "holds": difference <= LIMIT and share >= SHARE_MIN and all(value > 1e-5 for value in corrupt.values()),
+        "corrupt": corrupted,
+        "holds": difference <= LIMIT and share >= SHARE_MIN and all(value > 1e-5 for value in corrupted.values()),
     }
 
 

@@ -54,7 +54,7 @@ class Counters:
         self._window_flop = 0
         self._worked: set[str] = set()  # devices with a stored tile since the last step
         self._panels_sent: dict[str, set[str]] = {}  # connection -> panels
-        self._open: dict[int, Gemm] = {}
+        self._open: dict[int, tuple[Gemm, float]] = {}  # shape, and this process' CPU seconds at submission
 
     # ---- what passes -------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class Counters:
 
     def submitted(self, gemm: int, shape: Gemm) -> None:
         """The script waits for a product."""
-        self._open[gemm] = shape
+        self._open[gemm] = (shape, time.process_time())
 
     def leased(self, effect: SendLease) -> None:
         """A lease goes out, after its missing panels."""
@@ -99,15 +99,17 @@ class Counters:
         self._worked.add(device)
 
     def gemm_done(self, effect: GemmDone) -> dict[str, Any]:
-        """A product is complete; its figures, for the `gemm` event. `cpu_s` is this process' so far."""
-        shape = self._open.pop(effect.gemm)
+        """A product is complete; its figures, for the `gemm` event. `cpu_s`: what this process used since its request."""
+        shape, cpu_before_s = self._open.pop(effect.gemm)
         totals = self.gemm_totals
         totals.gemms += 1
         totals.tiles += effect.tiles
         totals.span_s += effect.span_s
         totals.kernel_seconds += effect.kernel_seconds
         totals.predicted_s += effect.predicted_s
-        self.last_gemm = asdict(effect) | asdict(shape) | {"flop": shape.flop, "cpu_s": time.process_time()}
+        self.last_gemm = (
+            asdict(effect) | asdict(shape) | {"flop": shape.flop, "cpu_s": time.process_time() - cpu_before_s}
+        )
         return self.last_gemm
 
     def gemm_failed(self, gemm: int) -> None:
