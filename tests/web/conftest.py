@@ -73,7 +73,7 @@ class Device:
 
     async def panel(self, name: str, matrix: np.ndarray) -> None:
         """Send `matrix` (rows x k, float32) as a panel."""
-        data = memoryview(np.ascontiguousarray(matrix)).cast("B")
+        data = memoryview(matrix.tobytes())
         rows, k = matrix.shape
         for offset, length in chunks(len(data), self.limits.frame_bytes_max):
             head = Panel(panel=name, rows=rows, k=k, offset=offset, size=len(data))
@@ -176,7 +176,9 @@ class WebServer:
         self.loop.close()
 
     async def _device(self, socket: ServerConnection) -> None:
-        hello, _ = decode(await asyncio.wait_for(anext(aiter(socket)), DEADLINE_S))
+        frame = await asyncio.wait_for(socket.recv(), DEADLINE_S)
+        assert isinstance(frame, bytes)
+        hello, _ = decode(frame)
         assert isinstance(hello, Hello)
         self.hellos += 1
         device = Device(socket, hello, self.limits)
