@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import uvloop
 
 from backend.coordinator.events import Tick
 from backend.jobs.counters import Counters
@@ -77,7 +78,9 @@ class Coordinator:
         self._connected = asyncio.Event()
         self._cancelled = asyncio.Event()
         self._counters = Counters()
-        self._shell = Shell(job.id, epoch, settings, switchboard, self._ledger, self._counters, self._tell_script)
+        self._shell = Shell(
+            job.id, epoch, settings, switchboard, self._ledger, self._counters, self._tell_script, self._gemm_done
+        )
 
     async def run(self, listener: socket.socket, token: str) -> int:
         """Returns the exit status: 0 when the job has ended (or was stopped), EXIT_SCRIPT_LOST when the script died."""
@@ -88,8 +91,10 @@ class Coordinator:
         before = (await self._switchboard.job_live([self._job.id]))[0]
         self._counters.go_on_from(before.get("tiles", 0), before.get("flop", 0))
         books = asyncio.create_task(self._shell.books.serve())
-        helpers = [asyncio.create_task(work) for work in (self._read_stream(), self._ticks(), self._announce(), self._show(),
-                                                         self._shell.outbox.serve())]  # fmt: skip
+        loops = (
+            self._read_stream(), self._ticks(), self._announce(), self._show(), self._shell.outbox.serve()
+        )  # fmt: skip
+        helpers = [asyncio.create_task(work) for work in loops]
         script = asyncio.create_task(self._serve_script(listener, token))
         stopped = asyncio.create_task(stop.wait())
         status = 0
@@ -159,6 +164,11 @@ class Coordinator:
     def _tell_script(self, message: ToScript) -> None:
         if self._link is not None:
             self._link.send(message)
+
+    def _gemm_done(self, figures: dict[str, Any]) -> None:
+        """A product is the whole point of a gemm job; of a training job's hundreds a second only the sums are shown."""
+        if self._job.kind == "gemm":
+            self._shell.publish("gemm", figures)
 
     async def _serve_script(self, listener: socket.socket, token: str) -> int:
         self._link = await ScriptLink.accept(listener, token, self._welcome)
@@ -293,7 +303,8 @@ def main() -> int:
     configure_logging("coordinator")
     watch_parent()
     token = os.environ.pop(TOKEN_VARIABLE)
-    return asyncio.run(_run(args.job, args.epoch, args.directory, args.script_fd, Settings(), token))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(args.job, args.epoch, args.directory, args.script_fd, Settings(), token))
 
 
 if __name__ == "__main__":

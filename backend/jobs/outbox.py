@@ -61,8 +61,7 @@ class Outbox:
         self._something.clear()
         messages, self._messages = self._messages, {}
         handled, self._handled = self._handled, []
-        await self._switchboard.send_many(messages)
-        await self._switchboard.ack(self._stream, *handled)
+        await self._switchboard.send_many(messages, (self._stream, handled))
 
     def _free(self, slot: _Slot) -> None:
         entry = self._slot_entry.pop(slot, None)

@@ -39,7 +39,7 @@ log = structlog.get_logger("coordinator")
 
 
 class Shell:
-    """One job's epoch. `tell_script` sends a message to the script."""
+    """One job's epoch. `tell_script` sends a message to the script, `gemm_done` gets each product's figures."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Shell:
         ledger: Ledger,
         counters: Counters,
         tell_script: Callable[[ToScript], None],
+        gemm_done: Callable[[dict[str, Any]], None],
     ) -> None:
         plan = PlanLimits(panel_bytes_max=settings.panel_bytes_max, result_bytes_max=settings.result_bytes_max)
         limits = MachineLimits(plan=plan, leases_per_device_max=settings.leases_per_device_max)
@@ -62,6 +63,7 @@ class Shell:
         self._switchboard = switchboard
         self._ledger = ledger
         self._tell_script = tell_script
+        self._gemm_done = gemm_done
         self._slots = Maps(run_dir)
         self._operands = Maps(run_dir / "jobs" / job)
         self._results = Maps(run_dir / "jobs" / job, writable=True)
@@ -187,7 +189,7 @@ class Shell:
             case core.GemmDone():
                 self._close_gemm(effect.gemm)
                 self._tell_script(Product(id=effect.gemm))
-                self.publish("gemm", self.counters.gemm_done(effect))
+                self._gemm_done(self.counters.gemm_done(effect))
             case core.GemmFailed():
                 self._close_gemm(effect.gemm)
                 self.counters.gemm_failed(effect.gemm)

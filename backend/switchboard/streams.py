@@ -121,19 +121,28 @@ class Switchboard:
         """Adds one entry that holds all `messages`."""
         await self.send_many({stream: messages})
 
-    async def send_many(self, batches: Mapping[str, Sequence[SwitchMessage]]) -> None:
-        """One entry for each stream, in one round trip. Empty batches send nothing."""
+    async def send_many(
+        self, batches: Mapping[str, Sequence[SwitchMessage]], acknowledge: tuple[str, Sequence[str]] | None = None
+    ) -> None:
+        """One entry for each stream, in one round trip; empty batches send nothing. Then, in the same round trip,
+        `acknowledge` (stream, entries): what these messages answer."""
         entries = [(stream, msgspec.msgpack.encode(list(batch))) for stream, batch in batches.items() if batch]
-        if not entries:
+        done_stream, done = acknowledge or ("", ())
+        if not entries and not done:
             return
 
         async def transmit() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for stream, body in entries:
                     pipe.xadd(stream, {FIELD: body}, maxlen=STREAM_ENTRIES_MAX, approximate=True)
+                if done:
+                    pipe.xack(done_stream, GROUP, *done)
+                    pipe.xdel(done_stream, *done)
                 await pipe.execute()
 
         await self._try("XADD", transmit)
+        if done:
+            self._handed_out.get(done_stream, set()).difference_update(done)
 
     async def receive(self, stream: str, message_type: type[M] | Any) -> AsyncGenerator[tuple[str, list[M]], None]:
         """Yields (entry id, messages) for ever: first what an earlier reader had not acknowledged, then what comes.
@@ -178,17 +187,7 @@ class Switchboard:
 
     async def ack(self, stream: str, *entries: str) -> None:
         """These entries are dealt with: they leave the stream for good."""
-        if not entries:
-            return
-
-        async def transmit() -> None:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.xack(stream, GROUP, *entries)
-                pipe.xdel(stream, *entries)
-                await pipe.execute()
-
-        await self._try("XACK", transmit)
-        self._handed_out.get(stream, set()).difference_update(entries)
+        await self.send_many({}, (stream, entries))
 
     async def drop_stream(self, stream: str) -> None:
         """Deletes a stream whose reader will never come back."""
