@@ -185,9 +185,9 @@ def _settled(a: F64, bt: F32, c: F64, part: F64, flushed: F64) -> bool:
     """Do these rows of C stand up to the product in float64?
 
     A float32 sum errs by about u times the sizes of its partial sums, which T knows only the last of. Here the largest
-    is looked for, in two usual orders: one sum along k, seen at PARTS places, and LANES interleaved sums. Each row must
-    be within SETTLE of the bound that it gives. A row that is not, because the terms are alike and errors add up, must
-    be no worse than SETTLE times what a float32 sum along k makes of a few of its elements.
+    is looked for, in the usual orders: one sum along k, seen at PARTS places, and 2, 4 .. LANES interleaved ones. Each
+    row must be within SETTLE of the bound that it gives. A row that is not, because the terms are alike and errors add
+    up, must be no worse than SETTLE times what a float32 sum along k makes of a few of its elements.
     """
     k = a.shape[1]
     total = np.zeros_like(c)
@@ -196,9 +196,11 @@ def _settled(a: F64, bt: F32, c: F64, part: F64, flushed: F64) -> bool:
         run = slice(k * place // PARTS, k * (place + 1) // PARTS)
         total += a[:, run] @ bt[:, run].astype(np.float64).T
         peak = np.maximum(peak, np.square(total).sum(axis=1))
-    for lane in range(min(LANES, k)):
-        partial = a[:, lane::LANES] @ bt[:, lane::LANES].astype(np.float64).T
-        peak = np.maximum(peak, np.square(partial).sum(axis=1))
+    lanes = [a[:, lane::LANES] @ bt[:, lane::LANES].astype(np.float64).T for lane in range(LANES)]
+    while len(lanes) > 1:
+        peak = np.maximum(peak, np.max([np.square(lane).sum(axis=1) for lane in lanes], axis=0))
+        half = len(lanes) // 2  # lanes i and i + half are one lane of half as many
+        lanes = [one + two for one, two in zip(lanes[:half], lanes[half:], strict=True)]
     allowed = SETTLE * (root(k) * np.sqrt(part + peak) + flushed)
     error = np.sqrt(np.square(c - total).sum(axis=1))
     far = error > allowed

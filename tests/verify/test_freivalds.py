@@ -139,6 +139,30 @@ def test_rows_that_cancel_are_settled_by_recomputation_and_lies_in_them_are_foun
         assert found.kind is Check.BAD and "computed again" in found.detail
 
 
+@pytest.mark.parametrize("pattern", ["halves", "alternating"])
+def test_one_column_whose_partial_sums_are_large_does_not_get_an_honest_device_blamed(pattern: str) -> None:
+    """All of the error sits in a column that no sample need hit: it is explained by the partial sums alone."""
+    k = 2**15
+    g = np.random.default_rng(8)
+    sign = np.where(np.arange(k) < k // 2, 1.0, -1.0) if pattern == "halves" else (-1.0) ** np.arange(k)
+    a = (sign * (10.0 + g.random((1, 16, k)))).astype(np.float32)
+    bt = (1e-6 * g.standard_normal((1, 64, k))).astype(np.float32)
+    bt[0, 5] = g.random(k)
+    if pattern == "halves":
+        c = sequential(a, bt)
+    else:
+        c = sequential(a[:, :, ::2], bt[:, :, ::2]) + sequential(a[:, :, 1::2], bt[:, :, 1::2])
+    r = freivalds.draw(64, bytes(16))
+    exact = freivalds.exact_columns(bt, r)
+    d = np.abs(a[0].astype(np.float64) @ exact.br[0] - c[0].astype(np.float64) @ r).max(axis=1)
+    part = np.square(a[0].astype(np.float64)) @ np.square(exact.beta[0])
+    tight = freivalds.root(k) * np.sqrt(part + np.square(c[0].astype(np.float64)).sum(axis=1))
+    assert (d > freivalds.ACCEPT * tight).any()  # else this would not be the case meant
+    assert verdict(a, bt, c).kind is Check.GOOD
+    c[0, :, 5] *= np.float32(1.01)
+    assert verdict(a, bt, c).kind is Check.BAD
+
+
 # ---- attacks ---------------------------------------------------------------------------------------------------------
 
 
