@@ -71,12 +71,12 @@ class Live:
         watcher = Watcher(self._events_max)
         watchers = self._watchers.setdefault(job, set())
         watchers.add(watcher)
-        if job not in self._tasks:
+        polled = job in self._tasks
+        if not polled:
             self._tasks[job] = [asyncio.create_task(self._poll(job)), asyncio.create_task(self._forward(job))]
         try:
-            first = await self._render(job)
-            if first is not None:
-                watcher.put(("job", first))
+            if polled and (first := await self._render(job)) is not None:
+                watcher.put(("job", first))  # others have been told already
             yield watcher
         finally:
             self._addresses[address] -= 1

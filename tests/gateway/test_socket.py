@@ -28,7 +28,22 @@ from backend.switchboard.messages import (
     ResultReady,
     RevokeLeases,
 )
-from tileweave.protocol import Ack, Bye, Fail, Hello, Lease, Need, Ping, Profile, Result, Status, decode, encode
+from tileweave.protocol import (
+    Ack,
+    Bye,
+    Fail,
+    Hello,
+    Lease,
+    Need,
+    Panel,
+    Ping,
+    Profile,
+    Result,
+    Status,
+    chunks,
+    decode,
+    encode,
+)
 
 
 def online(served, device: str) -> DeviceOnline:
@@ -346,3 +361,31 @@ def test_upload_slots_that_run_out_send_the_device_back_with_its_result(make_ser
     assert (bye.code, bye.retry_s > 0) == ("busy", True)
     first.send(Result(lease=1, job=job, seconds=0, offset=1 << 15, size=1 << 16), bytes(1 << 15))
     assert served.world.wait_told(job, ResultReady).device == first.welcome.device
+
+
+@pytest.mark.parametrize("elements", [4 << 20, 4_220_000, 16 << 20])  # 16 MiB, 16.1 MiB, 64 MiB
+def test_large_payloads_arrive_whole(make_served, elements) -> None:
+    served = make_served()
+    peer = served.device()
+    world = served.world
+    job = world.running_job().id
+    data = np.random.default_rng(1).bytes(elements * 4)
+    path = world.settings.run_dir / "large"
+    path.write_bytes(data + bytes(4 * 4 * 4))
+    push(served, peer, job, 7, m=elements // 4, n=4, k=4, path=path)  # a product as large as its panel
+    got = bytearray()
+    while True:
+        message, payload = peer.receive()
+        if isinstance(message, Lease):
+            break
+        if isinstance(message, Panel) and message.panel == "1.1.a":
+            assert message.offset == len(got)
+            got += payload
+    assert bytes(got) == data
+    for offset, length in chunks(len(data)):
+        chunk = data[offset : offset + length]
+        peer.send(Result(lease=7, job=job, seconds=1, offset=offset, size=len(data)), chunk)
+    slot = world.wait_told(job, ResultReady).slot
+    with Path(slot.path).open("rb") as file:
+        file.seek(slot.offset)
+        assert file.read(slot.size) == data
