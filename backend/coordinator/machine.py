@@ -63,6 +63,10 @@ from planner.plan import plan
 from planner.tiles import smallest_tile_bytes
 from tileweave.protocol.messages import Verdict
 
+MEMORY_SHRINKS_MAX = 4
+"""A device that fails for want of memory is planned with half of it, down to this part of what it offered: below, its
+tiles would be so small that re-cutting for it would hurt everybody."""
+
 
 class Machine:
     """The core for one job and one epoch of it. Feed it with `handle`; `book` is its state, for reading only."""
@@ -267,7 +271,8 @@ class Machine:
     def _count_fail(self, device: DeviceRecord, tile: Tile, event: LeaseFail) -> None:
         device.fails += 1
         if event.code == "memory":
-            device.memory_bytes = max(device.memory_bytes // 2, self.book.limits.memory_bytes_min)
+            least = max(device.memory_offered // MEMORY_SHRINKS_MAX, self.book.limits.memory_bytes_min)
+            device.memory_bytes = max(device.memory_bytes // 2, least)
         elif event.code == "panel":
             self.book.drop_on(device, {panel for panel in tile.panels if panel not in device.pinned()})
         if device.fails >= self.book.limits.fails_max:

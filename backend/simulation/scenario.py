@@ -78,7 +78,7 @@ def _build(rng: random.Random, make: MachineMaker) -> tuple[World, list[SimCoord
         world.gateways[f"gw{i}"] = SimGateway(world, f"gw{i}")
     coordinators: list[SimCoordinator] = []
     for i in range(rng.choice([1, 1, 1, 2])):
-        limits = MachineLimits(plan=PlanLimits(lease_seconds=0.002), memory_bytes_min=1 << 12, flops_min=1e4)
+        limits = MachineLimits(plan=PlanLimits(lease_seconds=0.002), memory_bytes_min=1 << 16, flops_min=1e4)
         machine = make(f"job{i}", rng.randint(1, 9), limits)
         coordinator = SimCoordinator(world, f"job{i}", machine, _gemms(rng), rng.choice([1, 1, 2]))
         coordinators.append(coordinator)
