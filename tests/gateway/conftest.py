@@ -155,7 +155,7 @@ class Served:
 
     def socket(self, **options: Any) -> ClientConnection:
         url = f"ws://127.0.0.1:{self.port}/ws/device"
-        options = {"compression": None, "max_size": None, "open_timeout": DEADLINE_S, **options}
+        options = {"compression": None, "max_size": None, "open_timeout": DEADLINE_S, "close_timeout": 0.2, **options}
         return self.stack.enter_context(connect(url, **options))
 
     def device(self, **hello: Any) -> Peer:
