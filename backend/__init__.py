@@ -1,0 +1,1 @@
+"""The server: cores without I/O, the shells around them, and the command line that wires both."""

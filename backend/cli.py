@@ -194,10 +194,11 @@ def parity(
 ) -> None:
     """Training on a browser against plain torch: how far the losses differ, and that spoiled products show."""
     from backend.bench import parity as bench
+    from backend.bench.spoiled import KINDS
 
-    kinds = corrupt or bench.KINDS
-    if unknown := set(kinds) - set(bench.KINDS):
-        _fail(f"got --corrupt {' '.join(sorted(unknown))}, expected {' or '.join(bench.KINDS)}", 2)
+    kinds = corrupt or KINDS
+    if unknown := set(kinds) - set(KINDS):
+        _fail(f"got --corrupt {' '.join(sorted(unknown))}, expected {' or '.join(KINDS)}", 2)
     _bench(bench.parity(steps or bench.STEPS, kinds), as_json)
 
 

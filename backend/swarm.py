@@ -58,7 +58,8 @@ class Process:
 
 def descendants(root: int) -> list[Process]:
     """All processes below `root`, nearest first."""
-    listing = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    command = ["ps", "-ww", "-eo", "pid=,ppid=,args="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     processes = []
     for line in listing.splitlines():
         pid, parent, command = line.split(None, 2)

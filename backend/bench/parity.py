@@ -84,7 +84,7 @@ def largest_difference(plain: list[float], rows: list[dict[str, Any]]) -> float:
     """Largest |loss - plain| / |plain| of any step. Raises ValueError where steps are missing."""
     if [row["step"] for row in rows] != list(range(1, len(plain) + 1)):
         raise ValueError(f"got steps {[row['step'] for row in rows]}, expected 1 to {len(plain)}")
-    return max(abs(row["loss"] - loss) / abs(loss) for row, loss in zip(rows, plain, strict=True))
+    return float(max(abs(row["loss"] - loss) / abs(loss) for row, loss in zip(rows, plain, strict=True)))
 
 
 def offloaded_share(rows: list[dict[str, Any]]) -> float:

@@ -99,7 +99,7 @@ class Counters:
         self._worked.add(device)
 
     def gemm_done(self, effect: GemmDone) -> dict[str, Any]:
-        """A product is complete; its figures, for the `gemm` event. `cpu_s`: what this process used since its request."""
+        """A product is complete; its figures, for the `gemm` event. `cpu_s`: used here since its request."""
         shape, cpu_before_s = self._open.pop(effect.gemm)
         totals = self.gemm_totals
         totals.gemms += 1

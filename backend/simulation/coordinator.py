@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from backend.coordinator import events as core
 from backend.coordinator.machine import Machine
+from backend.simulation.clock import Channel
 from backend.switchboard.messages import JobReady, SlotRef
 from planner.shapes import Rect
 
@@ -35,6 +36,7 @@ class SimCoordinator:
         self.reading: dict[int, SlotRef] = {}
         self.ledger: set[tuple[int, Rect]] = set()
         self.stalled_until_s = 0.0
+        self.stream = Channel(world.clock)
         self.at_once = at_once
         self.done = 0
 

@@ -47,8 +47,6 @@ class SimGateway:
         self.incarnation = 0
         self.connections: dict[str, Connection] = {}
         self._last_slot = 0
-        self.to_allocator = Channel(world.clock)
-        self.to_coordinator: dict[str, Channel] = {}
 
     def restart(self) -> None:
         """Die, and come back at once as the next incarnation."""
@@ -100,12 +98,11 @@ class SimGateway:
         self.tell_coordinator(job, event)
 
     def tell_allocator(self, message: ToAllocator) -> None:
-        """In order with this gateway's other messages to it."""
-        self.to_allocator.send(self.world.latency_s(), lambda: self.world.allocate(message))
+        """Into its stream, which keeps the order in which all senders wrote."""
+        self.world.allocator_stream.send(self.world.latency_s(), lambda: self.world.allocate(message))
 
     def tell_coordinator(self, job: str, event: core.Event) -> None:
-        """In order with this gateway's other messages to it."""
+        """Into its stream, which keeps the order in which all senders wrote."""
         coordinator = self.world.coordinators.get(job)
         if coordinator is not None:
-            channel = self.to_coordinator.setdefault(job, Channel(self.world.clock))
-            channel.send(self.world.latency_s(), lambda: coordinator.deliver(event))
+            coordinator.stream.send(self.world.latency_s(), lambda: coordinator.deliver(event))

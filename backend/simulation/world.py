@@ -43,7 +43,8 @@ class World:
         self.flop_due = 0
         self.events = 0
         self.slow_server = rng.random() < 0.3
-        self._from_allocator = Channel(self.clock)
+        self.allocator_stream = Channel(self.clock)
+        self._to_gateways = Channel(self.clock)
 
     def latency_s(self) -> float:
         """One hop between processes or to a device; now and then a long one."""
@@ -76,9 +77,9 @@ class World:
         self.allocator.check_invariants()
         for effect in effects:
             if isinstance(effect, TellGateway):
-                self._from_allocator.send(self.latency_s(), self._assigner(effect.gateway, effect.message))
-            else:
-                self._from_allocator.send(self.latency_s(), self._deliverer(effect.job, effect.message))
+                self._to_gateways.send(self.latency_s(), self._assigner(effect.gateway, effect.message))
+            elif (coordinator := self.coordinators.get(effect.job)) is not None:
+                coordinator.stream.send(self.latency_s(), self._deliverer(effect.job, effect.message))
 
     def _assigner(self, gateway: str, message: Assign | Census) -> Callable[[], None]:
         def assign() -> None:

@@ -78,11 +78,11 @@ class JobRun:
                 before = self._job()
                 if before.state not in ("queued", "running"):
                     return
+                began_s = time.time()
                 reason = await self._epoch(before)
-                after = self._job()
-                if after.state != "running" or self._stopping.is_set():
+                if self._job().state != "running" or self._stopping.is_set():
                     return
-                failures = 1 if (after.step or 0) > (before.step or 0) else failures + 1
+                failures = 1 if self._made_a_step(began_s) else failures + 1
                 if failures > self._settings.job_restarts_max:
                     reason = f"gave up after {failures} runs without a step: {reason}"
                     self._store.set_state(self.job_id, "failed", reason, time.time(), ["running"])
@@ -107,6 +107,12 @@ class JobRun:
         if job is None:
             raise LookupError(f"job {self.job_id} is no longer in the store")
         return job
+
+    def _made_a_step(self, since_s: float) -> bool:
+        """Whether the run that began then recorded any step, be it a replayed one."""
+        last = self._job().step
+        rows = self._store.metrics(self.job_id, after_step=last - 1, limit=1) if last is not None else []
+        return bool(rows) and rows[0].time_s >= since_s
 
     async def _tell(self, waiting: str) -> None:
         """Shows on the job's page why nothing moves."""

@@ -180,7 +180,7 @@ class Supervisor:
             async for _ in self._switchboard.watch_wake():
                 queue.look()
 
-        async with _tasks(self._allocation.serve(), watch()), _tasks(queue.serve()):
+        async with running_beside(self._allocation.serve(), watch()), running_beside(queue.serve()):
             yield
 
     @asynccontextmanager
@@ -235,14 +235,14 @@ async def _kept(
                 await restarted()
 
     try:
-        async with _tasks(keep()):
+        async with running_beside(keep()):
             yield
     finally:
         await children[-1].stop(stop_s_max)
 
 
 @asynccontextmanager
-async def _tasks(*coroutines: Awaitable[None]) -> AsyncIterator[None]:
+async def running_beside(*coroutines: Awaitable[None]) -> AsyncIterator[None]:
     """Runs the coroutines beside the block; cancels and awaits them at its end. One that fails ends the block."""
     owner = asyncio.current_task()
     assert owner is not None

@@ -16,6 +16,7 @@ from redis import Redis
 from backend.supervisor import valkey as valkey_module
 from backend.supervisor.children import RESTART_S_MAX, Child, Log, ParentPipe, describe_exit, restart_delay_s
 from backend.supervisor.parent import ORPHAN_EXIT, PARENT_FD
+from backend.supervisor.serve import running_beside
 from backend.supervisor.valkey import SOCKET_PATH_BYTES_MAX, ValkeyError, choose_redis, lock_for_start
 
 DEADLINE_S = 30.0
@@ -132,6 +133,29 @@ def test_a_stop_takes_grandchildren_along(tmp_path) -> None:
     assert status == -signal.SIGTERM
     stat = Path(f"/proc/{grandchild}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_helper_that_fails_ends_the_block_and_others_are_cancelled() -> None:
+    async def scenario() -> list[str]:
+        seen: list[str] = []
+
+        async def fails() -> None:
+            raise RuntimeError("no allocator")
+
+        async def waits() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append("cancelled")
+
+        async with running_beside(waits()):
+            seen.append("left in peace")
+        with pytest.raises(RuntimeError, match="no allocator"):
+            async with running_beside(waits()), running_beside(fails()):
+                await asyncio.Event().wait()
+        return seen
+
+    assert asyncio.run(scenario()) == ["left in peace", "cancelled", "cancelled"]
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
