@@ -58,8 +58,8 @@ class Process:
 
 def descendants(root: int) -> list[Process]:
     """All processes below `root`, nearest first."""
-    command = ["ps", "-ww", "-eo", "pid=,ppid=,args="]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    list_all = ["ps", "-ww", "-eo", "pid=,ppid=,args="]
+    listing = subprocess.run(list_all, capture_output=True, text=True, check=True).stdout
     processes = []
     for line in listing.splitlines():
         pid, parent, command = line.split(None, 2)

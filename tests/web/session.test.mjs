@@ -183,13 +183,27 @@ test("beyond its capacity the device lets the oldest idle panel go and asks for 
   assert.deepEqual(d.sent("FAIL").map((f) => [f.lease, f.code]), [[2, "memory"]]);
 });
 
-test("a Worker without memory: FAIL memory, idle panels go, a panel that nobody has any more is asked for", () => {
+test("room for the product that is being computed is made before its lease is handed out", () => {
+  const d = device({ capacityBytes: 60 });
+  d.panel("old", 2, 2).panel("a", 2, 2).panel("b", 2, 2).take();
+  d.lease(1);
+  assert.deepEqual(d.effects.map((e) => e.do), ["drop", "panel", "panel", "tile"], "48 bytes of panels and 16 of product");
+  assert.deepEqual(d.did("drop")[0].panels, ["old"]);
+});
+
+test("a Worker without memory: idle panels go, lost ones are asked for, and the lease has a second try", () => {
   const d = withPanels();
-  d.panel("idle", 1, 1).lease(1).lease(2).lease(3).take();
+  d.panel("idle", 1, 1).lease(1).take();
   d.keep(d.session.failed(0, 1, "memory", "full", ["a"]));
+  assert.deepEqual(d.did("drop"), [{ do: "drop", panels: ["idle"] }]);
+  assert.deepEqual(d.sent(), [{ type: "NEED", panel: "a", lease: 1 }]);
+  d.take();
+  d.panel("a", 2, 2);
+  assert.deepEqual(d.effects.map((e) => e.do), ["panel", "tile"], "b is still there");
+  d.take();
+  d.keep(d.session.failed(0, 1, "memory", "full", []));
   assert.deepEqual(d.sent("FAIL").map((f) => [f.lease, f.code, f.message]), [[1, "memory", "full"]]);
-  assert.ok(d.did("drop").some((e) => e.panels.includes("idle")));
-  assert.deepEqual(d.sent("NEED"), [{ type: "NEED", panel: "a", lease: 3 }]);
+  assert.equal(d.session.view(0).leases, 0);
 });
 
 test("wrong panel shapes and oversized results are refused, lease by lease", () => {

@@ -171,6 +171,33 @@ def test_two_thousand_tiles_leave_memory_flat(page: Page, server: WebServer) -> 
     assert renderer_bytes() < resident + 64 * MIB, "1,500 tiles moved 240 MiB"
 
 
+def test_a_full_device_makes_room_by_itself(page: Page, server: WebServer) -> None:
+    page.add_init_script("Object.defineProperty(Navigator.prototype, 'deviceMemory', { get: () => 0.25 });")
+    device = start(page, server)
+    capacity = device.hello.profile.memory_bytes
+    assert capacity < 32 * MIB
+    m, n = 500, 100
+    shapes = [256 + 64 * (i % 7) for i in range(4 * capacity // (4 * m * 448))]  # panels of several sizes, no DROP
+
+    async def run() -> list[int]:
+        done = []
+        for lease, k in enumerate(shapes):
+            await device.panel(f"a.{lease}", matrix(m, k, lease))
+            await device.panel(f"b.{lease}", matrix(n, k, lease + 1))
+            await device.lease(lease, m, n, k, f"a.{lease}", f"b.{lease}")
+            if lease:
+                message, product = await device.result()
+                number = message.lease
+                check(product, matrix(m, shapes[number], number), matrix(n, shapes[number], number + 1))
+                await device.ack(number)
+                done.append(number)
+        return done
+
+    assert server.run(run()) == list(range(len(shapes) - 1))
+    heap = float(page.locator("#heap").inner_text().removesuffix(" MiB"))
+    assert capacity / MIB / 2 < heap <= 32
+
+
 def test_a_ping_is_answered_while_the_kernel_runs(page: Page, server: WebServer) -> None:
     server.limits = Limits(
         frame_bytes_max=MIB,

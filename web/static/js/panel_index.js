@@ -5,8 +5,9 @@
  * them: copied while another Worker might still need them, handed over once every other Worker has its own. So one panel
  * is never in memory more often than there are Workers, and with one Worker it exists exactly once, in the WASM heap.
  *
- * `capacityBytes` counts each panel once and is what the server is told. Beyond it the panel used longest ago goes, but
- * never one that a lease still needs: then the newcomer is refused, and its lease fails with code "memory".
+ * `capacityBytes` counts each panel once, and `reserveBytes`, the largest product that is being computed; it is what the
+ * server is told. Beyond it the panel used longest ago goes, but never one that a lease still needs: then the newcomer is
+ * refused, and its lease fails with code "memory".
  */
 import { ProtocolError, Reassembly } from "./protocol.js";
 
@@ -29,6 +30,7 @@ export class PanelIndex {
   /** By the time of last use, oldest first. @type {Map<string, Entry>} */
   #entries = new Map();
   #workerCount;
+  reserveBytes = 0;
 
   /** @param {number} capacityBytes @param {number} workerCount */
   constructor(capacityBytes, workerCount) {
@@ -131,6 +133,21 @@ export class PanelIndex {
     return gone;
   }
 
+  /**
+   * Lets idle panels go, oldest first, until `bytes` more would fit; false when they do not even then.
+   * @param {number} bytes @param {string[]} evicted
+   */
+  makeRoom(bytes, evicted) {
+    let excess = this.bytes + this.reserveBytes + bytes - this.capacityBytes;
+    for (const entry of [...this.#entries.values()]) {
+      if (excess <= 0) break;
+      if (entry.leases > 0 || entry.state !== "held") continue;
+      excess -= entry.size;
+      this.#forget(entry, evicted);
+    }
+    return excess <= 0;
+  }
+
   /** Lets go of every panel that no lease needs. @returns {string[]} */
   evictIdle() {
     /** @type {string[]} */
@@ -172,14 +189,8 @@ export class PanelIndex {
     const entry = this.#entries.get(message.panel) ?? this.#blank(message.panel);
     Object.assign(entry, { rows: message.rows, k: message.k, size: message.size, dropped: false, state: "refused" });
     this.#touch(entry);
-    let excess = this.bytes + message.size - this.capacityBytes;
-    for (const old of [...this.#entries.values()]) {
-      if (excess <= 0) break;
-      if (old === entry || old.leases > 0 || old.state !== "held") continue;
-      excess -= old.size;
-      this.#forget(old, evicted);
-    }
-    if (excess <= 0) Object.assign(entry, { state: "arriving", assembly: new Reassembly(message.size) });
+    const fits = this.makeRoom(message.size, evicted);
+    if (fits) Object.assign(entry, { state: "arriving", assembly: new Reassembly(message.size) });
     return entry;
   }
 

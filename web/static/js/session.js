@@ -186,10 +186,14 @@ export class Session {
    * @param {string[]} lost
    */
   failed(worker, number, code, text, lost) {
-    const held = this.#tiles.answered(worker, number);
-    if (held && !held.revoked) this.#fail(held.message, code, text);
-    const needs = code === "memory" ? this.#tiles.outOfMemory(worker, lost) : [];
-    if (this.#state === "ready") for (const [panel, lease] of needs) this.#send({ type: "NEED", panel, lease });
+    if (code === "memory") {
+      const { failed, needs } = this.#tiles.outOfMemory(worker, number, lost);
+      if (failed && !failed.revoked) this.#fail(failed.message, code, text);
+      if (this.#state === "ready") for (const [panel, lease] of needs) this.#send({ type: "NEED", panel, lease });
+    } else {
+      const held = this.#tiles.answered(worker, number);
+      if (held && !held.revoked) this.#fail(held.message, code, text);
+    }
     this.#kernelFailures += code === "kernel" ? 1 : 0;
     if (this.#kernelFailures >= KERNEL_FAILURES_MAX) this.#stop("done", `the kernel fails on this device: ${text}`);
     else this.#advance();

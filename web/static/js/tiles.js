@@ -11,7 +11,7 @@ const LEASES_PER_WORKER = 2; // one that runs and one that is next, so that a Wo
 
 /**
  * @typedef {import("./protocol.js").Lease} Lease
- * @typedef {{ message: Lease, worker: number, revoked: boolean }} Held worker -1: queued
+ * @typedef {{ message: Lease, worker: number, revoked: boolean, retried: boolean }} Held worker -1: queued
  * @typedef {{ emit: (effect: import("./session.js").Effect) => void,
  *   fail: (lease: Lease, code: import("./protocol.js").FailCode, text: string) => void }} Out
  */
@@ -46,7 +46,7 @@ export class Tiles {
 
   /** A new lease; returns the panels that are neither here nor on their way. @param {Lease} message @returns {string[]} */
   add(message) {
-    this.#leases.set(message.lease, { message, worker: -1, revoked: false });
+    this.#leases.set(message.lease, { message, worker: -1, revoked: false, retried: false });
     return [...new Set([message.a, message.b])].filter((id) => this.panels.ask(this.panels.retain(id)));
   }
 
@@ -101,20 +101,28 @@ export class Tiles {
   }
 
   /**
-   * A Worker ran out of memory and has not got these panels: makes all the room there is. Returns [panel, lease] for each
-   * panel that has to be sent again, with a lease that waits for it.
-   * @param {number} worker @param {string[]} ids @returns {[string, number][]}
+   * A Worker ran out of memory, and `lost` found no room there. Every idle panel goes, and the lease gets a second try,
+   * since first-fit leaves gaps. Returns it when that was its second, and [panel, lease] for each panel to send again.
+   * @param {number} worker @param {number} number @param {string[]} lost
+   * @returns {{ failed: Held|undefined, needs: [string, number][] }}
    */
-  outOfMemory(worker, ids) {
+  outOfMemory(worker, number, lost) {
+    const held = this.#leases.get(number);
+    if (held?.worker !== worker) return { failed: undefined, needs: [] };
+    const again = !held.revoked && !held.retried;
+    if (again) {
+      this.#busy[worker] -= 1;
+      Object.assign(held, { worker: -1, retried: true });
+    } else this.answered(worker, number);
     /** @type {[string, number][]} */
     const needs = [];
-    for (const id of this.panels.lost(worker, ids)) {
-      const waiting = [...this.#leases.values()].find((held) => held.worker < 0 && [held.message.a, held.message.b].includes(id));
+    for (const id of this.panels.lost(worker, lost)) {
+      const waiting = [...this.#leases.values()].find(({ worker: at, message: { a, b } }) => at < 0 && (a === id || b === id));
       const entry = this.panels.get(id);
       if (waiting && entry && this.panels.ask(entry)) needs.push([id, waiting.message.lease]);
     }
     this.#drop(this.panels.evictIdle());
-    return needs;
+    return { failed: again ? undefined : held, needs };
   }
 
   /** To the Worker with the least to do; among equals, to the one that lacks the fewest bytes. @param {Held} held */
@@ -134,11 +142,22 @@ export class Tiles {
     if (!free.length) return;
     const worker = held.worker = free[0];
     this.#busy[worker] += 1;
+    this.#reserve();
     for (const panel of new Set([message.a, message.b])) {
       const placed = this.panels.place(panel, worker);
       if (placed) this.#out.emit({ do: "panel", worker, panel, ...placed });
     }
     this.#out.emit({ do: "tile", worker, lease: message });
+  }
+
+  /** Keeps room for the largest product that is being computed; a Worker computes one at a time. */
+  #reserve() {
+    const running = [...this.#leases.values()].filter((held) => held.worker >= 0);
+    this.panels.reserveBytes = Math.max(0, ...running.map(({ message: { batch, m, n } }) => 4 * batch * m * n));
+    /** @type {string[]} */
+    const evicted = [];
+    this.panels.makeRoom(0, evicted);
+    this.#drop(evicted);
   }
 
   /** Gives a queued lease back. @param {Held} held @param {import("./protocol.js").FailCode} code @param {string} text */
