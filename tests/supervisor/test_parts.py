@@ -149,6 +149,7 @@ def test_a_helper_that_fails_ends_the_block_and_others_are_cancelled() -> None:
                 seen.append("cancelled")
 
         async with running_beside(waits()):
+            await asyncio.sleep(0)
             seen.append("left in peace")
         with pytest.raises(RuntimeError, match="no allocator"):
             async with running_beside(waits()), running_beside(fails()):
