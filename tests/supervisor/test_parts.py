@@ -18,8 +18,16 @@ from backend.supervisor.children import RESTART_S_MAX, Child, Log, ParentPipe, d
 from backend.supervisor.parent import ORPHAN_EXIT, PARENT_FD
 from backend.supervisor.serve import running_beside
 from backend.supervisor.valkey import SOCKET_PATH_BYTES_MAX, ValkeyError, choose_redis, lock_for_start
+from backend.swarm import wait_for
 
 DEADLINE_S = 30.0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_given_redis_is_used_and_its_password_never_shown(tmp_path) -> None:
@@ -131,8 +139,7 @@ def test_a_stop_takes_grandchildren_along(tmp_path) -> None:
 
     status, grandchild = asyncio.run(scenario())
     assert status == -signal.SIGTERM
-    stat = Path(f"/proc/{grandchild}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_for("the grandchild to end", lambda: not is_running(grandchild), DEADLINE_S)
 
 
 def test_a_helper_that_fails_ends_the_block_and_others_are_cancelled() -> None:
