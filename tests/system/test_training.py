@@ -17,7 +17,7 @@ from backend.bench.parity import largest_difference, offloaded_share, plain_loss
 from backend.recipes import GptBytesConfig
 from backend.swarm import Swarm, descendants, wait_for
 
-CONFIG = GptBytesConfig(layers=2, width=64, heads=2, context=64, batch=8, sample_tokens=0)
+CONFIG = GptBytesConfig(layers=2, width=64, heads=2, context=64, batch=8, lr=1e-3, sample_tokens=0)
 PARITY = 5e-6
 
 
