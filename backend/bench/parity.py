@@ -18,7 +18,7 @@ from backend.recipes import GptBytesConfig
 from backend.swarm import Swarm, wait_for
 
 STEPS = 50
-# At the recipe's own learning rate of 3e-3 training is chaotic: two plain runs, with one and two threads, differ by 1.5e-4
+# At the recipe's own learning rate of 3e-3 training is chaotic: plain runs with one and two threads differ by 1.5e-4
 # after 50 steps. At 1e-3 they agree to rounding, so that a difference says something; `control` is that of such a pair.
 CONFIG = GptBytesConfig(layers=4, width=128, heads=4, context=128, batch=8, lr=1e-3, sample_tokens=0)
 LIMIT, SHARE_MIN = 5e-6, 0.95
