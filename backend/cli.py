@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-jobs_app = typer.Typer(no_args_is_help=True, help="List, show and cancel jobs.")
+jobs_app = typer.Typer(no_args_is_help=True, help="List, show, cancel jobs, and fetch what they made.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure; prints what the README shows.")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(bench_app, name="bench")
@@ -83,6 +83,12 @@ def submit(
     gemm: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Multiply two .npy or .safetensors files instead.")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A file or folder in the server's datasets folder; by default the recipe's own.", show_default=False
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="A name for people.")] = "",
     mode: Annotated[str, typer.Option(help="How the work is shared out.")] = "tiles",
     url: Url = URL_DEFAULT,
@@ -101,7 +107,7 @@ def submit(
             job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name))
         else:
             assert recipe is not None
-            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name))
+            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name, data))
     _print(job, as_json, f"job {job['id']}: {url}/jobs/{job['id']}")
 
 
@@ -124,6 +130,16 @@ def jobs_show(job: str, url: Url = URL_DEFAULT, as_json: Json = False) -> None:
     with _client(url, None) as client:
         found = _answer(lambda: client.job(job))
     _print(found, as_json, _line(found) + (f"\n{found['reason']}" if found["reason"] else ""))
+
+
+@jobs_app.command("download")
+def jobs_download(job: str, path: Path, url: Url = URL_DEFAULT, token: Token = None, as_json: Json = False) -> None:
+    """Fetch what a job made: the product of a gemm job (.npy), the last checkpoint of a training job (.safetensors)."""
+    with _client(url, token) as client:
+        kind = _answer(lambda: client.job(job))["kind"]
+        fetch = client.download_result if kind == "gemm" else client.download_checkpoint
+        size = _answer(lambda: fetch(job, path))
+    _print({"job": job, "path": str(path), "bytes": size}, as_json, f"{size:,} bytes in {path}")
 
 
 @jobs_app.command("cancel")

@@ -158,6 +158,11 @@ class Settings(BaseSettings):
         return self.data_dir / "jobs"
 
     @property
+    def datasets_dir(self) -> Path:
+        """Files and folders that a job's `data` may name. Put there by hand, with the rights of who runs the server."""
+        return self.data_dir / "datasets"
+
+    @property
     def token_path(self) -> Path:
         """The admin token's file, mode 0600."""
         return self.data_dir / "token"

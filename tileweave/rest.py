@@ -50,9 +50,12 @@ class Client:
         steps: int | None = None,
         mode: str = "tiles",
         name: str = "",
+        data: str | None = None,
     ) -> Json:
-        """Submit a training job; gives the job. `steps` None: the recipe's default."""
+        """Submit a training job; gives the job. `steps` None: the recipe's default; `data`: a file or folder in the
+        server's datasets folder, None: the recipe's own."""
         body: Json = {"kind": "train", "recipe": recipe, "config": dict(config or {}), "mode": mode, "name": name}
+        body["data"] = data
         if steps is not None:
             body["steps"] = steps
         return self._json("POST", "/jobs", json=body)

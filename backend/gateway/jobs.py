@@ -47,6 +47,7 @@ class TrainRequest(BaseModel):
     config: dict[str, Any] = {}
     steps: int | None = Field(default=None, ge=1)
     mode: Literal["tiles"] = "tiles"
+    data: str | None = Field(default=None, min_length=1, max_length=200)
     name: str = Field(default="", max_length=100)
     weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
 
@@ -105,8 +106,11 @@ async def _train_spec(gateway: Gateway, request: Request) -> JobSpec:
     steps = wanted.steps or recipe.default_steps
     if steps > gateway.settings.steps_max:
         raise HTTPException(422, f"steps: got {steps}, expected at most {gateway.settings.steps_max}")
+    if wanted.data is not None:
+        await gateway.store(_check_data, gateway.settings.datasets_dir, wanted.data)
     return JobSpec(
         kind="train",
+        data=wanted.data,
         name=clean_text(wanted.name),
         recipe=recipe.name,
         config=config.model_dump(mode="json"),
@@ -114,6 +118,13 @@ async def _train_spec(gateway: Gateway, request: Request) -> JobSpec:
         mode=wanted.mode,
         weight=wanted.weight,
     )
+
+
+def _check_data(folder: Path, name: str) -> None:
+    """Raises HTTPException 422 unless `name` is a file or folder below `folder` by its plain path."""
+    path = Path(os.path.normpath(folder / name))
+    if "\0" in name or folder not in path.parents or not path.exists():
+        raise HTTPException(422, f"data: got {name!r}, expected the name of a file or folder in {folder}")
 
 
 async def _create_gemm(gateway: Gateway, request: Request, content_type: str) -> Job:

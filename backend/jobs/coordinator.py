@@ -191,7 +191,8 @@ class Coordinator:
         arena = self._directory / "arena"
         arena.mkdir(exist_ok=True, mode=0o700)
         return ScriptWelcome(
-            job=job.id, epoch=self._epoch, steps=job.steps, config={**job.config, **job.inputs}, data=job.data,
+            job=job.id, epoch=self._epoch, steps=job.steps, config={**job.config, **job.inputs},
+            data=None if job.data is None else str(self._settings.datasets_dir.absolute() / job.data),
             arena_dir=str(arena), checkpoint_dir=str(folder), checkpoint_every_s=self._settings.checkpoint_every_s,
             min_gemm_flop=self._settings.gemm_flop_min,
             resume=checkpoint.path if checkpoint else None, resume_sha256=checkpoint.sha256 if checkpoint else None,

@@ -308,3 +308,23 @@ def test_no_torch_and_no_token_in_the_gateway_process() -> None:
     program = "import sys, backend.gateway.__main__; print([name for name in sys.modules if name.startswith('torch')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["../token", "/etc/passwd", "missing.txt", ".", "a/../../token", "x\0y"])
+def test_data_must_be_in_the_datasets_folder(make_client, name) -> None:
+    client, world = make_client()
+    world.settings.datasets_dir.mkdir(parents=True)
+    (world.settings.data_dir / "token").write_text("secret" * 5)
+    answer = client.post("/api/v1/jobs", headers=ADMIN, json={"kind": "train", "recipe": "gpt-bytes", "data": name})
+    assert answer.status_code == 422
+    assert "datasets" in answer.json()["detail"]
+
+
+def test_data_names_a_file_or_a_folder(make_client) -> None:
+    client, world = make_client()
+    (world.settings.datasets_dir / "poems").mkdir(parents=True)
+    (world.settings.datasets_dir / "poems" / "one.txt").write_text("a rose")
+    for name in ("poems", "poems/one.txt"):
+        body = {"kind": "train", "recipe": "gpt-bytes", "data": name}
+        job = client.post("/api/v1/jobs", headers=ADMIN, json=body).json()
+        assert world.jobs.get(job["id"]).data == name

@@ -89,6 +89,35 @@ def test_a_liar_changes_nothing_earns_nothing_for_lies_and_is_quarantined() -> N
         assert credited == sum(row["flop_offloaded"] for row in rows)
 
 
+def test_volunteers_of_two_gateways_train_on_a_data_set_together(tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "text.txt").write_text("the cat sat on the mat. " * 400)
+    with Swarm(tmp_path, environment={"TILEWEAVE_GATEWAYS": "2"}) as swarm:
+        assert len(swarm.pids("backend.gateway")) == 2
+        # Which gateway accepts a connection is the kernel's choice: add volunteers until both have one.
+        wait_for("a volunteer on each gateway", lambda: spread_over_gateways(swarm), 120)
+        config = CONFIG.model_copy(update={"lr": 3e-3, "warmup": 2})
+        job = swarm.client.submit_train("gpt-bytes", config.model_dump(), steps=12, data="text.txt")
+        ended = wait_end(swarm, job["id"])
+        assert ended["state"] == "succeeded"
+        assert ended["loss"] < 0.8 * ended["first_loss"]
+        helped = {device["name"] for device in swarm.client.devices() if device["accepted"]}
+        assert len(helped) >= 2
+
+
+def spread_over_gateways(swarm: Swarm) -> bool:
+    log = (swarm.settings.data_dir / "serve.log").read_text()
+    online = [line for line in log.splitlines() if "device online" in line]
+    if {gateway for gateway in ("gateway-0", "gateway-1") for line in online if gateway in line} == {
+        "gateway-0",
+        "gateway-1",
+    }:
+        return True
+    swarm.add_native(f"volunteer {len(online)}")
+    swarm.wait_devices(len(online) + 1)
+    return False
+
+
 def test_a_gemm_job_gives_the_product(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     a = rng.standard_normal((700, 300), dtype=np.float32)
