@@ -36,7 +36,7 @@ def test_every_page_has_the_headers_and_no_inline_code(make_client) -> None:
         assert "default-src 'none'" in csp
         assert "unsafe-inline" not in csp
         assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["referrer-policy"] == "same-origin"
         assert answer.headers["cross-origin-opener-policy"] == "same-origin"
         assert answer.headers["cross-origin-embedder-policy"] == "require-corp"
         if answer.headers["content-type"].startswith("text/html"):
