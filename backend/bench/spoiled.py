@@ -26,11 +26,12 @@ ENTRY = ("-m", "backend.bench.spoiled", "serve")
 
 def serve_spoiled() -> None:
     """Run `tileweave serve` with the spoiling script in the recipe's place."""
-    from backend.cli import main
     from backend.recipes import RECIPES
+    from backend.settings import Settings
+    from backend.supervisor.serve import serve
 
     RECIPES["gpt-bytes"] = dataclasses.replace(RECIPES["gpt-bytes"], script=Path(__file__).resolve())
-    main()
+    sys.exit(serve(Settings()))
 
 
 def train_spoiled(kind: str) -> None:

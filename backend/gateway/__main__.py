@@ -16,8 +16,8 @@ from backend.gateway.app import create_app
 from backend.gateway.context import Gateway
 from backend.gateway.wire import DeviceSocket, guarded_http
 from backend.logs import configure_logging
+from backend.parent import watch_parent
 from backend.settings import Settings
-from backend.supervisor.parent import watch_parent
 
 OVERSIZE_BYTES = 64 << 10  # a frame a little too large is read, so that its sender gets BYE with the reason
 

@@ -1,1 +1,1 @@
-"""The two processes of a running job: the coordinator and the script."""
+"""A running job's coordinator process: the core in its shell, between the script, the gateways and the store."""

@@ -30,17 +30,17 @@ import uvloop
 from backend.coordinator.events import Tick
 from backend.jobs.counters import Counters
 from backend.jobs.link import ScriptError, ScriptLink
-from backend.jobs.script import TOKEN_VARIABLE
 from backend.jobs.shell import Shell
 from backend.logs import configure_logging
+from backend.parent import watch_parent
 from backend.settings import Settings
 from backend.stores.database import Database
 from backend.stores.jobs import Job, JobStore, State
 from backend.stores.ledger import Ledger
-from backend.supervisor.parent import watch_parent
 from backend.switchboard.messages import JobControl, JobReady, ToCoordinator
 from backend.switchboard.streams import ALLOCATOR_STREAM, Switchboard, coordinator_stream
 from tileweave.script.wire import (
+    TOKEN_VARIABLE,
     CheckpointWritten,
     Control,
     FromScript,

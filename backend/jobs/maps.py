@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -76,23 +75,3 @@ class Maps:
 def assemble(c: Floats, tile: Floats, rect: Rect) -> None:
     """Writes a verified tile, flat, into C (batch, m, n). Doing it twice changes nothing."""
     c[rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1] = tile.reshape(rect.batch, rect.m, rect.n)
-
-
-def sweep(run_dir: Path) -> int:
-    """Empties the run directory before anything runs: files of work in flight mean nothing to a fresh start. Returns
-    the bytes that orphans held. Raises OSError where the directory is another user's (shared memory is open to all)."""
-    held = 0
-    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if run_dir.is_symlink() or run_dir.stat().st_uid != os.getuid():
-        raise PermissionError(
-            f"{run_dir} is a link or belongs to another user; expected a directory of ours: remove it"
-        )
-    run_dir.chmod(0o700)
-    for path in run_dir.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            held += sum(found.lstat().st_size for found in path.rglob("*") if found.is_file())
-            shutil.rmtree(path)
-        else:
-            held += path.lstat().st_size
-            path.unlink()
-    return held

@@ -1,8 +1,8 @@
 """A child process of the supervisor: started in a session of its own, watched, ended with all it started.
 
-The idea: every child gets the read end of the supervisor's pipe (see parent.py) and its own process group, so that it
-ends when the supervisor dies and takes its own children along when it is stopped. What it prints either goes to the
-supervisor's standard error or through a `Log`: a bounded file and its last lines in memory, for a job's reason of
+The idea: every child gets the read end of the supervisor's pipe (see backend/parent.py) and its own process group, so
+that it ends when the supervisor dies and takes its own children along when it is stopped. What it prints either goes to
+the supervisor's standard error or through a `Log`: a bounded file and its last lines in memory, for a job's reason of
 failure.
 """
 
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from backend.supervisor.parent import PARENT_FD, die_with_parent
+from backend.parent import PARENT_FD, die_with_parent
 
 LOG_BYTES_MAX = 4 << 20  # then the file is set aside as *.old.log and a new one begins
 LOG_LINES_KEPT = 12

@@ -25,12 +25,13 @@ from pathlib import Path
 
 import structlog
 
-from backend.jobs.script import TOKEN_VARIABLE, script_command, script_path
 from backend.settings import Settings
 from backend.stores.jobs import LIST_LIMIT_MAX, Job, JobStore, State
 from backend.supervisor.children import Child, Log, ParentPipe, describe_exit, restart_delay_s
+from backend.supervisor.script import script_command, script_path
 from backend.switchboard.messages import JobControl, JobGone
 from backend.switchboard.streams import ALLOCATOR_STREAM, Switchboard, coordinator_stream
+from tileweave.script.wire import TOKEN_VARIABLE
 
 CANCEL_S_MAX = 5.0  # from telling the script to ending it
 PARTNER_S_MAX = 10.0  # what the coordinator gets to finish its books after the script has ended

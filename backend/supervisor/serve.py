@@ -6,8 +6,9 @@
       +- coordinator + script     for each running job
 
 The idea: any child may die at any instant and is started again with a growing delay; none may outlive this process,
-however it ends (parent.py). A stop goes from the outside in: gateways, then jobs, then Redis. Two servers never share
-a data directory: the first holds a lock on it. Left out: restarting this process, which is a service manager's work.
+however it ends (backend/parent.py). A stop goes from the outside in: gateways, then jobs, then Redis. Two servers never
+share a data directory: the first holds a lock on it. Left out: restarting this process, which is a service manager's
+work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
-from backend.jobs.maps import sweep
 from backend.logs import configure_logging
 from backend.settings import Settings, load_or_create_token
 from backend.stores.database import Database
@@ -33,6 +33,7 @@ from backend.stores.jobs import Job, JobStore
 from backend.supervisor.allocation import Allocation
 from backend.supervisor.children import Child, ParentPipe, describe_exit, restart_delay_s
 from backend.supervisor.jobs import JobQueue, JobRun
+from backend.supervisor.rundir import sweep
 from backend.supervisor.valkey import RedisChoice, ValkeyError, choose_redis, lock_for_start
 from backend.switchboard.streams import Switchboard, SwitchboardError
 

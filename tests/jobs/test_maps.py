@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.jobs.maps import Maps, RegionError, assemble, sweep
+from backend.jobs.maps import Maps, RegionError, assemble
 from planner.shapes import Rect
 from tileweave.script.wire import Region
 
@@ -79,17 +79,3 @@ def test_tiles_that_cover_c_assemble_it(data) -> None:
                 tile = np.ascontiguousarray(wanted[b : b + 1, m0:m1, n0:n1]).ravel()
                 assemble(c, tile, Rect(b, b + 1, m0, m1, n0, n1))
     assert (c == wanted).all()
-
-
-def test_sweep_empties_and_never_follows_links(tmp_path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    other.mkdir()
-    (other / "keep").write_bytes(b"x")
-    assert sweep(run) == 0
-    (run / "jobs" / "j").mkdir(parents=True)
-    (run / "jobs" / "j" / "segment-0.bin").write_bytes(bytes(100))
-    (run / "results-0.bin").write_bytes(bytes(10))
-    (run / "link").symlink_to(other)
-    assert sweep(run) >= 110
-    assert list(run.iterdir()) == []
-    assert (other / "keep").exists()

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from backend.parent import ORPHAN_EXIT, PARENT_FD
 from backend.supervisor import valkey as valkey_module
 from backend.supervisor.children import RESTART_S_MAX, Child, Log, ParentPipe, describe_exit, restart_delay_s
-from backend.supervisor.parent import ORPHAN_EXIT, PARENT_FD
+from backend.supervisor.rundir import sweep
 from backend.supervisor.serve import running_beside
 from backend.supervisor.valkey import SOCKET_PATH_BYTES_MAX, ValkeyError, choose_redis, lock_for_start
 from backend.swarm import wait_for
@@ -105,7 +106,7 @@ def test_an_orphan_ends_by_itself(handler: str, status: int) -> None:
     read_fd, write_fd = os.pipe()
     code = (
         "import signal, sys, time\n"
-        "from backend.supervisor.parent import watch_parent\n"
+        "from backend.parent import watch_parent\n"
         f"signal.signal(signal.SIGTERM, lambda *_: {handler})\n"
         "watch_parent(grace_s=0.2)\n"
         "print('up', flush=True)\n"
@@ -170,3 +171,17 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "fastapi", "redis", "httpx2")
     code = f"import sys, backend.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_sweep_empties_and_never_follows_links(tmp_path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    (other / "keep").write_bytes(b"x")
+    assert sweep(run) == 0
+    (run / "jobs" / "j").mkdir(parents=True)
+    (run / "jobs" / "j" / "segment-0.bin").write_bytes(bytes(100))
+    (run / "results-0.bin").write_bytes(bytes(10))
+    (run / "link").symlink_to(other)
+    assert sweep(run) >= 110
+    assert list(run.iterdir()) == []
+    assert (other / "keep").exists()

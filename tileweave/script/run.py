@@ -34,10 +34,16 @@ from tileweave.script.channel import Channel, JobLost
 from tileweave.script.checkpoint import TrainState, checkpoint_name, read_checkpoint, remove_others, write_checkpoint
 from tileweave.script.multiply import ArenaMultiplier, Multiplier, PlainMultiplier
 from tileweave.script.offload import MIN_GEMM_FLOP, OffloadMode, math_attention
-from tileweave.script.wire import CheckpointWritten, SampleText, ScriptDone, ScriptFailed, ScriptWelcome, StepReport
-
-SOCKET_VARIABLE = "TILEWEAVE_JOB_SOCKET"
-TOKEN_VARIABLE = "TILEWEAVE_JOB_TOKEN"  # noqa: S105 - the name of the variable
+from tileweave.script.wire import (
+    SOCKET_VARIABLE,
+    TOKEN_VARIABLE,
+    CheckpointWritten,
+    SampleText,
+    ScriptDone,
+    ScriptFailed,
+    ScriptWelcome,
+    StepReport,
+)
 
 CHECKPOINTS_KEPT = 2
 SAMPLE_CHARACTERS_MAX = 64_000

@@ -13,6 +13,10 @@ from msgspec import Struct
 
 FRAME_BYTES_MAX = 1 << 20
 
+# How the supervisor tells a script where its coordinator listens, and both of them the one-off secret of that socket.
+SOCKET_VARIABLE = "TILEWEAVE_JOB_SOCKET"
+TOKEN_VARIABLE = "TILEWEAVE_JOB_TOKEN"  # noqa: S105 - the name of the variable
+
 
 class Region(Struct, frozen=True, array_like=True):
     """`size` bytes at `offset` of the file at `path`; the file is at least that long and never shrinks while mapped."""
@@ -23,7 +27,7 @@ class Region(Struct, frozen=True, array_like=True):
 
 
 class ScriptMessage(Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
-    """Base of what the script sends and gets; the tag is the class name."""
+    """Base of what the script sends and gets; `tag` names the message on the wire."""
 
 
 # ---- script -> coordinator -------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from backend.recipes import RECIPES
 from backend.stores.jobs import Job
+from tileweave.script.wire import SOCKET_VARIABLE, TOKEN_VARIABLE
 
-SOCKET_VARIABLE = "TILEWEAVE_JOB_SOCKET"
-TOKEN_VARIABLE = "TILEWEAVE_JOB_TOKEN"  # noqa: S105 - the variable's name
 GEMM_RECIPE = "gemm"
 
 
