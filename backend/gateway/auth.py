@@ -21,6 +21,8 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
+from backend.gateway.security import network_of
+
 COOKIE = "tileweave_session"
 CSRF_HEADER = "X-CSRF-Token"
 TOKEN_CHARS_MAX = 512
@@ -41,6 +43,7 @@ class Auth:
 
     def token_is_right(self, given: str, address: str) -> bool:
         """Compares in constant time and counts a failure. Raises HTTPException 429 after too many from `address`."""
+        address = network_of(address)
         if not self._limiter.test(self._failures, address):
             raise HTTPException(
                 429, "too many wrong tokens from your address; wait a minute, then try again", {"Retry-After": "60"}

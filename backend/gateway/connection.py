@@ -42,6 +42,7 @@ from tileweave.protocol import (
 
 RUN_BYTES_MAX = 4 << 20  # panel bytes after which a PING measures the link, while more follow
 BYE_S_MAX = 1.0  # for the last words to a peer that may be gone
+CHANGES_PER_S = 5.0  # of a device's status that are told at once: each has the coordinator look for work again
 FLOPS_WEIGHT = 0.2  # of one result in the running average of a device's speed
 
 log = structlog.get_logger("gateway")
@@ -97,6 +98,8 @@ class Connection:
         self._wake = asyncio.Event()
         self._bye: Bye | None = None
         self._view: tuple[PanelRef, memoryview] | None = None
+        self._changes = _Budget(CHANGES_PER_S, 2 * CHANGES_PER_S, now_s)
+        self._untold = False  # the status changed too often to be told at once; the next tick tells it
 
     # ---- called by the fleet -----------------------------------------------------------------------------------------
 
@@ -162,7 +165,8 @@ class Connection:
             self.wire.abort()
         else:
             self.say(Ping(nonce=self.meter.ping(now_s)))
-        if self._told.differ(self.meter.figures) or self.status.state != "ready":
+        if self._untold or self._told.differ(self.meter.figures) or self.status.state != "ready":
+            self._untold = False
             self.tell_status()
 
     def tell_status(self) -> None:
@@ -253,7 +257,7 @@ class Connection:
             raise ProtocolError("got a text message, expected binary frames")
         message, payload = decode(frame)
         self.house.count("in", len(frame))
-        if not Session.is_bulk(message, payload) and not self._budget.take(now_s):
+        if not self.session.is_bulk(message, payload) and not self._budget.take(now_s):
             raise ProtocolError(
                 f"over {self.settings.device_messages_per_s_max:.0f} messages a second; send results in chunks of "
                 f"{self.settings.frame_bytes_max} bytes"
@@ -356,7 +360,9 @@ class Connection:
                 self.meter.pong(nonce, time.monotonic())
             case said.Changed(status=status):
                 self.status = status
-                self.tell_status()
+                self._untold = not self._changes.take(time.monotonic())
+                if not self._untold:
+                    self.tell_status()
             case said.Leave(reason=reason):
                 raise Closed(f"left: {reason}")
 
@@ -364,7 +370,7 @@ class Connection:
         if not await self.house.takes_results(effect.job):
             await self._carry_out(self.session.refuse(effect.lease, effect.job, f"job {effect.job} has ended"))
             return
-        slot = await self.house.take_slot(effect.size, effect.job)
+        slot = await self.house.take_slot(effect.size, effect.job, effect.leased)
         if slot is None:
             self.finish("busy", "no room for a result at the moment; come back with it", retry_s=1.0)
             return

@@ -53,6 +53,7 @@ from tileweave.protocol import ByeCode
 LIVE_EVERY_S = 5.0  # refresh of the devices' live figures, which expire after 30 s
 SWEEP_EVERY_S = 1.0
 GOODBYE_S_MAX = 2.0
+RESENT_SHARE = 4  # of the upload slots, one part in so many is for results that are sent again after a reconnect
 
 log = structlog.get_logger("gateway")
 
@@ -84,6 +85,7 @@ class Fleet:
         self._slot_freed = asyncio.Event()
         self._filled: dict[int, tuple[str, float]] = {}  # slot -> (job, since), complete and not released
         self._slot_jobs: dict[int, str] = {}
+        self._resent: dict[int, int] = {}  # slot -> size, of results whose lease this gateway does not know
 
     # ---- who is here -------------------------------------------------------------------------------------------------
 
@@ -177,16 +179,26 @@ class Fleet:
     async def takes_results(self, job: str) -> bool:  # noqa: D102
         return await self._open_jobs.is_open(job)
 
-    async def take_slot(self, size: int, job: str) -> Slot | None:  # noqa: D102
+    async def take_slot(self, size: int, job: str, leased: bool) -> Slot | None:  # noqa: D102
         try:
             async with asyncio.timeout(self.settings.slot_wait_s_max):
-                while (slot := self.slots.take(size)) is None:
+                while (slot := self._slot(size, leased)) is None:
                     self._slot_freed.clear()
                     await self._slot_freed.wait()
         except TimeoutError:
             return None
         self._slot_jobs[slot.number] = job
+        if not leased:
+            self._resent[slot.number] = size
         return slot
+
+    def _slot(self, size: int, leased: bool) -> Slot | None:
+        """A slot if there is room. The size of a result that is sent again is the device's word alone: such results
+        share a part of the slots, so that claims without leases cannot keep leased results out."""
+        share_bytes = self.slots.total_bytes // RESENT_SHARE
+        if not leased and self._resent and sum(self._resent.values()) + size > share_bytes:
+            return None
+        return self.slots.take(size)
 
     def slot_view(self, slot: Slot) -> memoryview:  # noqa: D102
         return self.slots.view(slot)
@@ -210,6 +222,7 @@ class Fleet:
     def _release(self, number: int) -> None:
         self._filled.pop(number, None)
         self._slot_jobs.pop(number, None)
+        self._resent.pop(number, None)
         if self.slots.give_back(number):
             self._slot_freed.set()
 

@@ -25,6 +25,7 @@ from backend.gateway.auth import address_of, require_admin
 from backend.gateway.context import Gateway, gateway_of, known_id
 from backend.gateway.events import EventStream
 from backend.gateway.render import RECENT_STEPS, job_json
+from backend.gateway.security import network_of
 from backend.gateway.uploads import check_matrices, discard, receive_form
 from backend.recipes import RECIPES
 from backend.stores.jobs import Job, JobSpec, JobStore, State, StepRow
@@ -214,7 +215,7 @@ async def job_events(request: Request, job_id: str) -> Response:
     """Server-sent events: `job` (this job), `step` (a row of its metrics), `sample`; ends when the job ends."""
     gateway = gateway_of(request)
     await find_job(gateway, job_id)
-    return EventStream(gateway.live, job_id, address_of(request), gateway.settings.event_heartbeat_s)
+    return EventStream(gateway.live, job_id, network_of(address_of(request)), gateway.settings.event_heartbeat_s)
 
 
 @router.get("/jobs/{job_id}/checkpoint", dependencies=[Depends(require_admin)])

@@ -39,8 +39,8 @@ class House(Protocol):
     async def takes_results(self, job: str) -> bool:
         """Whether the job is still to be computed."""
 
-    async def take_slot(self, size: int, job: str) -> Slot | None:
-        """A slot, waiting for one if need be; None where none came free in time."""
+    async def take_slot(self, size: int, job: str, leased: bool) -> Slot | None:
+        """A slot, waiting for one if need be; None where none came free in time. Not `leased`: a result sent again."""
 
     def slot_view(self, slot: Slot) -> memoryview:
         """The slot's bytes."""

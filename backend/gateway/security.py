@@ -8,6 +8,7 @@ the path without its query. Origins are checked where a browser would send cooki
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import time
 from urllib.parse import urlsplit
@@ -140,6 +141,20 @@ class _Answer:
         ]
         await self({"type": "http.response.start", "status": status, "headers": headers})
         await self({"type": "http.response.body", "body": body})
+
+
+def network_of(address: str) -> str:
+    """Whom limits "for each address" count: the address, of IPv6 its /64, within which one host has as many addresses
+    as it likes."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
 def origin_is_allowed(origin: str | None, host: str | None, allowed: list[str]) -> bool:

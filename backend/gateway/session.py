@@ -32,7 +32,7 @@ from tileweave.protocol import (
 
 ELEMENT_BYTES = 4
 ANSWERED_MAX = 512  # recent final words remembered, to answer a repeated result the same way
-SMALL_CHUNK_BYTES = 64 << 10  # a chunk below this that is not a result's last counts as a message of the rate limit
+SMALL_CHUNK_BYTES = 64 << 10  # a chunk below this counts as a message of the rate limit, unless it ends a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +221,16 @@ class Session:
             case _:
                 raise ProtocolError(f"{message.KIND.name} from a device that is already connected")
 
-    @staticmethod
-    def is_bulk(message: Message, payload: memoryview) -> bool:
-        """Whether this is a chunk such as a busy device sends, which the limit on messages does not count."""
-        return isinstance(message, Result) and (
-            len(payload) >= SMALL_CHUNK_BYTES or message.offset + len(payload) == message.size
-        )
+    def is_bulk(self, message: Message, payload: memoryview) -> bool:
+        """Whether this is a chunk such as a busy device sends, which the limit on messages does not count: a large
+        one, or the last of a result that is still expected."""
+        if not isinstance(message, Result):
+            return False
+        if len(payload) >= SMALL_CHUNK_BYTES:
+            return True
+        lease = self._leases.get(message.lease)
+        expected = message.lease in self._uploads or (lease is not None and not lease.done)
+        return expected and message.offset + len(payload) == message.size
 
     def _result(self, message: Result, payload: memoryview) -> list[Effect]:
         upload = self._uploads.get(message.lease)

@@ -22,7 +22,7 @@ from backend.gateway.connection import Connection
 from backend.gateway.context import Gateway, gateway_of
 from backend.gateway.jobs import clean_text
 from backend.gateway.ports import Closed, Identity
-from backend.gateway.security import origin_is_allowed
+from backend.gateway.security import network_of, origin_is_allowed
 from backend.gateway.wire import Wire
 from backend.settings import Settings
 from tileweave.protocol import (
@@ -109,7 +109,7 @@ async def device_socket(socket: WebSocket) -> None:
 
 async def _admit(gateway: Gateway, socket: WebSocket, wire: Wire, address: str) -> None:
     try:
-        async with gateway.fleet.door(address) as refusal:
+        async with gateway.fleet.door(network_of(address)) as refusal:
             if refusal is not None:
                 raise Refused("busy", refusal, BUSY_RETRY_S)
             await _serve(gateway, socket, wire, address)
@@ -124,7 +124,8 @@ async def _serve(gateway: Gateway, socket: WebSocket, wire: Wire, address: str) 
     identity, secret = await _identify(gateway, hello, address, socket.app.state.registrations)
     welcome = Welcome(device=identity.device, name=identity.name, secret=secret, limits=wire_limits(gateway.settings))
     await _send_within(socket, wire, encode(welcome))
-    connection = Connection(gateway.fleet, transport, wire, identity, list(hello.leases))
+    finished = list(hello.leases) if secret is None else []  # a device made just now has no results to send again
+    connection = Connection(gateway.fleet, transport, wire, identity, finished)
     log.info("device online", device=identity.device, address=address, client=hello.client)
     async with gateway.fleet.member(connection):
         await connection.run()
@@ -169,7 +170,7 @@ async def _identify(
         if row is not None:
             device, name = row.id, name or row.name
     if not device:
-        registrations.check(address)
+        registrations.check(network_of(address))
         device, secret = await gateway.store(gateway.devices.register, name, profile.agent, now_s)
         name = name or f"Volunteer {device[1:5]}"
     await gateway.store(gateway.devices.update, device, name, profile.agent, profile.kernel, now_s)

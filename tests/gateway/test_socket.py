@@ -71,6 +71,12 @@ def push(served, peer, job: str, lease: int, m: int = 4, n: int = 6, k: int = 32
     return message
 
 
+def returning(served, lease: int):
+    """A device that comes back with a finished result."""
+    made = served.device().welcome
+    return served.device(device=made.device, secret=made.secret, leases=[lease])
+
+
 def closed_with(peer, code: str, reason: str = "") -> None:
     bye = peer.expect("Bye")
     assert bye.code == code
@@ -213,7 +219,7 @@ def test_results_of_an_ended_job_are_answered_late(make_served) -> None:
     world.jobs.request_cancel(job, 0.0)  # its coordinator dies without a word
     ack = peer.expect("Ack")
     assert (ack.lease, ack.verdict) == (7, "late")
-    again = served.device(leases=[3])
+    again = returning(served, 3)
     again.send(Result(lease=3, job="never", seconds=0.5, offset=0, size=96), bytes(96))
     assert again.expect("Ack").verdict == "late"
 
@@ -249,11 +255,11 @@ def test_misbehaviour_after_hello_ends_the_connection_with_a_reason(make_served)
     peer.socket.send(b"TW\x01\x63" + bytes(12))
     closed_with(peer, "protocol", "unknown message")
 
-    peer = served.device(leases=[1])
+    peer = returning(served, 1)
     peer.send(Result(lease=1, job="j", seconds=0, offset=0, size=1 << 30), bytes(1 << 16))
     closed_with(peer, "protocol", "expected at most")
 
-    peer = served.device(leases=[1])
+    peer = returning(served, 1)
     job = served.world.running_job().id
     peer.send(Result(lease=1, job=job, seconds=0, offset=0, size=1 << 18), bytes(1 << 16))
     peer.send(Result(lease=1, job=job, seconds=0, offset=0, size=1 << 18), bytes(1 << 16))
@@ -351,7 +357,7 @@ def test_a_stopping_gateway_says_goodbye(make_served) -> None:
 
 def test_upload_slots_that_run_out_send_the_device_back_with_its_result(make_served) -> None:
     served = make_served(slots_bytes_max=1 << 16, slot_wait_s_max=0.2)
-    first, second = served.device(leases=[1]), served.device(leases=[1])
+    first, second = returning(served, 1), returning(served, 1)
     job = served.world.running_job().id
     first.send(Result(lease=1, job=job, seconds=0, offset=0, size=1 << 16), bytes(1 << 15))
     first.send(Ping(nonce=1))
