@@ -26,6 +26,7 @@ from tileweave.rest import Client, RestError
 T = TypeVar("T")
 START_S_MAX = 60.0
 STOP_S_MAX = 20.0
+LAST_WORDS_BYTES = 1 << 16
 
 
 def free_port() -> int:
@@ -129,9 +130,9 @@ class Swarm:
         self.token = load_or_create_token(self.settings)[0]
         self.log = log or (data_dir / "serve.log").open("a")
         self._entry = [sys.executable, *entry]
-        self.process = self._spawn()
         self.client = self._stack.enter_context(Client(self.url, self.token))
         self._volunteers: list[Chromium | NativeVolunteer] = []
+        self.process = self._spawn()  # last: whatever goes wrong before leaves no process
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches us alone, and we stop the parts in order.
@@ -149,13 +150,21 @@ class Swarm:
 
         def ready() -> bool:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with code {self.process.returncode}; its log is {self.log.name}")
+                raise RuntimeError(f"{self._last_words()} (the server's log is {self.log.name})")
             try:
                 return self.client.ready()
             except RestError:
                 return False
 
         wait_for("the server to be ready", ready, START_S_MAX)
+
+    def _last_words(self) -> str:
+        """Why the server ended, in its own words. The log may be that of another server too, with its lines last."""
+        with Path(self.log.name).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        words = [line for line in lines if line.startswith("tileweave serve: ")]
+        return words[-1] if words else f"the server ended with code {self.process.returncode}"
 
     def restart_server(self) -> None:
         """Start the server again on the same data and port, after it was killed."""
