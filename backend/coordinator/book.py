@@ -83,6 +83,7 @@ class Book:
         if gemm.first_lease_s is None:
             gemm.first_lease_s = self.now_s
         device.out[lease.lease] = device.unacknowledged[lease.lease] = lease
+        device.leases += 1
         device.last_predicted_s = predicted_s
         tile.leases.append(lease)
         gemm.leases.append(lease)

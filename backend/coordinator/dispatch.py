@@ -1,8 +1,8 @@
 """Which tile a device gets next: pure choices over the records, no change to them.
 
 In this order: a tile that came back; the next of the device's own share; the last tile of the share with the most work
-left (first of all shares whose device is gone), unless its owner would be done sooner than this device with one tile;
-and where no tile waits, a backup of a lease that this device would finish before its holder. A tile that a device
+left (first of all shares whose device is gone), unless its owner would be done sooner than this device with one tile,
+which is not asked of a device on trial; and where no tile waits, a backup of a lease that this device would finish before its holder. A tile that a device
 spoiled is not given to it again while another device could take it.
 """
 
@@ -37,11 +37,12 @@ class Dispatcher:
                     return tile
         if len(device.out) >= PREFETCH:
             return None
+        trial = device.on_trial(self.limits)
         left_s = {share: self._left_s(gemm, share) for share in gemm.queues if share not in (RETURNED, device.device)}
         for share in sorted(left_s, key=lambda name: (-left_s[name], -gemm.queued_flop[name], name)):
             tiles = gemm.queues[share].values()
             for tile in tiles if left_s[share] == math.inf else reversed(tiles):
-                if self._may(tile, device) and self.seconds(tile, device) <= left_s[share]:
+                if self._may(tile, device) and (trial or self.seconds(tile, device) <= left_s[share]):
                     return tile
         return None
 
@@ -57,8 +58,9 @@ class Dispatcher:
             done_s = min(self.expected_s(lease) for lease in out)
             overdue_s = self.now_s - done_s
             straggles = overdue_s > max(self.limits.backup_s_min, min(lease.predicted_s for lease in out) / 2)
-            if not straggles and done_s - self.now_s <= self.seconds(tile, device):
-                continue
+            tried = any(lease.owner.unknown and lease.owner.leases <= self.limits.trials_max for lease in out)
+            if not straggles and (tried or done_s - self.now_s <= self.seconds(tile, device)):
+                continue  # a trial that is cut short tells nothing
             rank = abs(overdue_s)
             if (best is None or rank > best[0]) and fits(tile.rect, gemm.shape, device.planned(), self.limits.plan):
                 best = (rank, tile)

@@ -348,6 +348,8 @@ class Machine:
         while book.gemms and (book.wake or book.touched):
             names = book.devices.keys() if book.wake else book.touched & book.devices.keys()
             hungry = [book.devices[name] for name in sorted(names)]
+            # A product of few tiles has none left after the first devices: those on trial come before the others.
+            hungry.sort(key=lambda device: not device.on_trial(book.limits))
             book.wake = False
             while hungry:
                 hungry = [device for device in hungry if self._give(device)]

@@ -14,6 +14,7 @@ from backend.coordinator.events import (
     GatewayRestarted,
     GemmDone,
     GemmFailed,
+    Joined,
     LeaseLost,
     Left,
     PrepareCheck,
@@ -91,6 +92,21 @@ def test_work_waits_for_a_device_and_an_idle_one_that_joins_takes_part_at_once(b
     assert bench.only(SendLease, harness.join("ann"))
     assert harness.machine.progress().waiting == ""
     assert {lease.device for lease in bench.only(SendLease, harness.join("bob"))} == {"bob"}
+
+
+def test_a_newcomer_of_unknown_links_is_tried_beside_a_fast_device_but_a_few_times_only(bench: Any) -> None:
+    harness = bench()
+    harness.join("ann", flops=3e10)
+    harness.do(Joined("bob", "bob-1", "gw0", 3e10, 1 << 30, 1, 0.001, 0.0, 0.0, 100, 0))
+    tried = 0
+    for number in range(30):
+        leases = bench.only(SendLease, harness.submit(number=number, size=256, k=128))
+        while leases:
+            tried += leases[0].device == "bob"
+            # Bob's links are as slow as assumed.
+            harness.now_s += 0.1 if leases[0].device == "bob" else 0.0
+            leases = leases[1:] + bench.only(SendLease, harness.complete(leases[0]))
+    assert tried == harness.machine.book.limits.trials_max
 
 
 def test_the_oldest_gemm_goes_first(bench: Any) -> None:
