@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from backend.settings import Settings
     from tileweave.rest import Client
 
 URL_DEFAULT = "http://127.0.0.1:8000"
@@ -70,14 +73,19 @@ def serve(
     }  # fmt: skip
     try:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        _check_tls(settings)
     except ValidationError as error:
-        _fail(f"settings: {error}", 2)
+        _fail("settings: " + "; ".join(_complaint(one) for one in error.errors()), 2)
+    except OSError as error:
+        _fail(f"the TLS certificate or key cannot be used: {error}; give both as PEM files", 2)
     raise typer.Exit(run(settings))
 
 
 @app.command()
 def submit(
-    recipe: Annotated[str | None, typer.Argument(help="A recipe's name, e.g. gpt-bytes.", show_default=False)] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="The recipe of a training job: gpt-bytes.", show_default=False)
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps; by default the recipe's.", show_default=False)] = None,
     config: Annotated[str, typer.Option(help="The recipe's settings as a JSON object.")] = "{}",
     gemm: Annotated[
@@ -90,7 +98,7 @@ def submit(
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="A name for people.")] = "",
-    mode: Annotated[str, typer.Option(help="How the work is shared out.")] = "tiles",
+    mode: Annotated[str, typer.Option(help="How the work is shared out; tiles is the only way.")] = "tiles",
     url: Url = URL_DEFAULT,
     token: Token = None,
     as_json: Json = False,
@@ -101,7 +109,9 @@ def submit(
     try:
         settings = json.loads(config)
     except json.JSONDecodeError as error:
-        _fail(f"--config is not JSON: {error}", 2)
+        _fail(f"--config: got {config}, expected a JSON object such as '{{\"layers\": 4}}': {error}", 2)
+    if not isinstance(settings, dict):
+        _fail(f"--config: got {config}, expected a JSON object such as '{{\"layers\": 4}}'", 2)
     with _client(url, token) as client:
         if gemm is not None:
             job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name))
@@ -113,7 +123,7 @@ def submit(
 
 @jobs_app.command("list")
 def jobs_list(
-    state: Annotated[str | None, typer.Option(help="Only jobs in this state.", show_default=False)] = None,
+    state: Annotated[str | None, typer.Option(help="Only those, e.g. running.", show_default=False)] = None,
     limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
     url: Url = URL_DEFAULT,
     as_json: Json = False,
@@ -238,6 +248,22 @@ def recovery(as_json: Json = False) -> None:
     from backend.bench import recovery as bench
 
     _bench(bench.recovery(), as_json)
+
+
+def _check_tls(settings: Settings) -> None:
+    """OSError where the certificate and its key cannot serve (ssl's errors are OSErrors). A gateway would only die of
+    it, again and again."""
+    import ssl
+
+    if settings.tls_cert is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+
+
+def _complaint(error: ErrorDetails) -> str:
+    """One of pydantic's complaints in a line."""
+    name = ".".join(str(part) for part in error["loc"])
+    return f"{name}: got {error['input']!r}: {error['msg']}" if name else error["msg"]
 
 
 def _bench(figures: dict[str, Any], as_json: bool) -> None:
