@@ -18,6 +18,7 @@ install: $(STAMPS)/python $(STAMPS)/web $(STAMPS)/wasm
 $(STAMPS)/python: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed, got $$($(PYTHON) --version); set PYTHON=python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): torch is large, this takes a few minutes (nothing outside this folder is changed)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@mkdir -p $(STAMPS) && touch $@

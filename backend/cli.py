@@ -295,7 +295,8 @@ def _answer(call: Any) -> Any:
 def _line(job: dict[str, Any]) -> str:
     loss = "" if job["loss"] is None else f"  loss {job['loss']:.4f}"
     waiting = f"  ({job['waiting']})" if job["waiting"] else ""
-    return f"{job['id']}  {job['state']:<9}  {job['step'] or 0}/{job['steps']}{loss}  {job['name']}{waiting}"
+    name = job["name"] or job["recipe"]
+    return f"{job['id']}  {job['state']:<9}  {job['step'] or 0}/{job['steps']}{loss}  {name}{waiting}"
 
 
 def _print(found: dict[str, Any], as_json: bool, text: str) -> None:

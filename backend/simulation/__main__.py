@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from typing import Any
 
 from backend.simulation.scenario import Outcome, SimulationError, run_seed
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
             break
         if len(outcomes) % PROGRESS_EVERY == 0:
             print(f"{len(outcomes)} of {arguments.seeds} seeds", file=sys.stderr)
-    totals = {
+    totals: dict[str, Any] = {
         "seeds": len(outcomes),
         "events": sum(outcome.events for outcome in outcomes),
         "leases_lost": sum(outcome.leases_lost for outcome in outcomes),
@@ -40,7 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(totals))
     else:
-        print(", ".join(f"{name}: {value}" for name, value in totals.items() if name != "failure"))
+        print(
+            f"{totals['seeds']} of {arguments.seeds} seeds from {arguments.seed} on hold: {totals['gemms']:,} GEMMs, "
+            f"{totals['events']:,} events, {totals['leases_lost']:,} leases lost"
+        )
+        if slowest := totals["slowest"]:
+            print(f"Slowest: seed {slowest['seed']}, {slowest['seconds']:.1f} s of its virtual clock")
         if failure:
             print(failure, file=sys.stderr)
     return 1 if failure else 0

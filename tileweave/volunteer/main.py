@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 LINE_EVERY_S = 0.25  # on a terminal
-LINE_WIDTH = 110
 
 
 def volunteer_main(
@@ -96,14 +95,21 @@ class _StatusLine:
         if not changed and not (self._terminal and now_s - self._printed_s >= LINE_EVERY_S):
             return
         self._printed_s, self._printed_phase = now_s, state.phase
-        text = status_text(state)
-        print(f"\r{text[:LINE_WIDTH]:<{LINE_WIDTH}}" if self._terminal else text, end="" if self._terminal else "\n",
-              file=self._stream, flush=True)  # fmt: skip
+        if self._terminal:
+            self._rewrite(state)
+        else:
+            print(status_text(state), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Leaves the line as it is and goes to the next."""
         if self._terminal and self.state is not None:
-            print(f"\r{status_text(self.state)[:LINE_WIDTH]:<{LINE_WIDTH}}", file=self._stream, flush=True)
+            self._rewrite(self.state)
+            print(file=self._stream, flush=True)
+
+    def _rewrite(self, state: VolunteerState) -> None:
+        # A line as wide as the terminal would wrap, and then every rewrite would scroll.
+        width = max(os.get_terminal_size(self._stream.fileno()).columns - 1, 1)
+        print(f"\r{status_text(state)[:width]:<{width}}", end="", file=self._stream, flush=True)
 
 
 def status_text(state: VolunteerState) -> str:
