@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     trusted_proxies: list[str] = []
     # Pages of other origins that may open /ws/device, e.g. https://tiles.example.org. Our own is always allowed.
     allowed_origins: list[str] = []
-    # PEM files; with both, the server speaks https (browsers give WebGPU and wake lock to secure pages only).
+    # PEM files; with both, the server speaks https (browsers give Web Locks to secure pages only).
     tls_cert: Path | None = None
     tls_key: Path | None = None
     # The admin's token, where it should not be made at first start and kept in data_dir/token.

@@ -70,7 +70,7 @@ class Rect:
 @dataclass(frozen=True, slots=True)
 class Device:
     """What the planner knows of a device: FLOP/s of its kernel, bytes it may hold (panels and results), link rates in
-    bytes per second, round trip in seconds, and the chance that it is still there at the end of the plan."""
+    bytes per second, and round trip in seconds."""
 
     device: str
     flops: float
@@ -78,7 +78,6 @@ class Device:
     down_bps: float
     up_bps: float
     rtt_s: float
-    survival: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from backend.gateway.slots import Slot
 from backend.gateway.wire import Wire
 from backend.switchboard.messages import DeviceOnline, DeviceStatus, PanelRef, Push, ResultReady
 from tileweave.protocol import (
+    TEXT_CHARACTERS_MAX,
     Ack,
     Bye,
     ByeCode,
@@ -144,7 +145,7 @@ class Connection:
     def finish(self, code: ByeCode, reason: str, retry_s: float = 0.0) -> None:
         """Send BYE and close. The first reason stands."""
         if self._bye is None:
-            self._bye = Bye(code=code, reason=reason[:500], retry_s=retry_s)
+            self._bye = Bye(code=code, reason=reason[:TEXT_CHARACTERS_MAX], retry_s=retry_s)
             self.end_reason = f"{code}: {reason}" if reason else code
             self._wake.set()
 
@@ -308,9 +309,9 @@ class Connection:
             self._view = (chunk.ref, self.house.panel(chunk.ref))
         end = chunk.offset + chunk.length
         ref = chunk.ref
-        panel = Panel(panel=ref.panel, rows=ref.rows, k=ref.k, offset=chunk.offset, size=chunk.size)
+        panel = Panel(panel=ref.panel, rows=ref.rows, k=ref.k, offset=chunk.offset, size=ref.size)
         frame = encode(panel, self._view[1][chunk.offset : end])
-        if end == chunk.size:
+        if end == ref.size:
             self._view = None
         self.meter.chunk(chunk.length, time.monotonic())
         if self.meter.run_bytes >= RUN_BYTES_MAX:

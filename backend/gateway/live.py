@@ -15,11 +15,11 @@ from typing import Any
 
 import structlog
 
+from backend.stores.jobs import ENDED
 from backend.switchboard.streams import Switchboard, SwitchboardError
 
 POLL_S = 0.5
 FORWARDED = ("step", "sample", "gemm", "lease_lost")
-ENDED = ("succeeded", "failed", "cancelled")
 
 log = structlog.get_logger("gateway")
 Event = tuple[str, dict[str, Any]]

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from backend.switchboard.messages import PanelRef
 
-ELEMENT_BYTES = 4
-
 
 class PanelGone(Exception):
     """The panel's file is no longer there or too short: its job is ending or has started anew."""
@@ -31,11 +29,10 @@ class Maps:
 
     def panel(self, ref: PanelRef) -> memoryview:
         """The panel's bytes. Raises PanelGone."""
-        size = ref.rows * ref.k * ELEMENT_BYTES
         if not (ref.path.startswith(self._root) and ".." not in Path(ref.path).parts):
             raise PanelGone(f"panel {ref.panel} names {ref.path}, expected a file below {self._root}")
-        mapped = self._mapped(ref, ref.offset + size)
-        return memoryview(mapped)[ref.offset : ref.offset + size]
+        mapped = self._mapped(ref, ref.offset + ref.size)
+        return memoryview(mapped)[ref.offset : ref.offset + ref.size]
 
     def _mapped(self, ref: PanelRef, end: int) -> mmap.mmap:
         try:

@@ -6,11 +6,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
-from backend.stores.jobs import Job
+from backend.stores.jobs import ENDED, Job
 
 FRESH_S = 1.0
 KNOWN_MAX = 1024
-OPEN_STATES = ("queued", "running")
 
 
 class OpenJobs:
@@ -27,7 +26,7 @@ class OpenJobs:
         if known is not None and now_s - known[0] < FRESH_S:
             return known[1]
         row = await self._get(job)
-        answer = row is not None and row.state in OPEN_STATES
+        answer = row is not None and row.state not in ENDED
         self._known[job] = (now_s, answer)
         self._known.move_to_end(job)
         if len(self._known) > KNOWN_MAX:

@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from backend.switchboard.messages import PanelRef, Push
 from tileweave.protocol import Drop, Message, chunks
 
-ELEMENT_BYTES = 4
 DROPPED_AT_ONCE = 1024  # panels in one DROP, which has room for 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [offset, offset + length) of a panel of `size` bytes, for the lease `lease`."""
+    """Bytes [offset, offset + length) of a panel, for the lease `lease`."""
 
     ref: PanelRef
     lease: int
     offset: int
     length: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,5 @@ class Outbox:
 
     def _panel(self, ref: PanelRef, lease: int) -> Iterator[Chunk]:
         self._sent.add(ref.panel)
-        size = ref.rows * ref.k * ELEMENT_BYTES
-        for offset, length in chunks(size, self._frame_bytes_max):
-            yield Chunk(ref, lease, offset, length, size)
+        for offset, length in chunks(ref.size, self._frame_bytes_max):
+            yield Chunk(ref, lease, offset, length)

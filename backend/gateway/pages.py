@@ -24,7 +24,6 @@ from backend.gateway.context import gateway_of
 from backend.gateway.devices import find_device
 from backend.gateway.jobs import find_job
 from backend.gateway.security import origin_is_allowed
-from backend.gateway.socket import wire_limits
 from backend.recipes import RECIPES
 
 SWAGGER = "/static/vendor/swagger"
@@ -95,10 +94,7 @@ def wants_page(request: Request) -> bool:
 @router.get("/")
 async def volunteer(request: Request) -> Response:
     """The volunteer's page: one click and the tab computes."""
-    settings = gateway_of(request).settings
-    limits = wire_limits(settings)
-    config = {"socket": "/ws/device", "frame_bytes_max": limits.frame_bytes_max, "leases_max": limits.leases_max}
-    return page(request, "volunteer.html", "Volunteer", config=config)
+    return page(request, "volunteer.html", "Volunteer", config={"socket": "/ws/device"})
 
 
 @router.get("/leaderboard")

@@ -68,7 +68,6 @@ class Identity:
     device: str
     connection: str
     name: str
-    address: str
     profile: Profile
     accepted: int
     rejects: int

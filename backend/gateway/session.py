@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from backend.switchboard.messages import LeaseFailed, PanelRef, Push, ToCoordinator
 from tileweave.protocol import (
+    FLOAT_BYTES,
     Ack,
     Bye,
     Fail,
@@ -30,7 +31,6 @@ from tileweave.protocol import (
     Verdict,
 )
 
-ELEMENT_BYTES = 4
 ANSWERED_MAX = 512  # recent final words remembered, to answer a repeated result the same way
 SMALL_CHUNK_BYTES = 64 << 10  # a chunk below this counts as a message of the rate limit, unless it ends a result
 
@@ -76,7 +76,6 @@ class Finish:
     lease: int
     job: str
     seconds: float
-    size: int
     flop: int
 
 
@@ -152,7 +151,7 @@ class Session:
     def leased(self, push: Push) -> None:
         """The device is being handed this lease."""
         lease = push.lease
-        size = lease.batch * lease.m * lease.n * ELEMENT_BYTES
+        size = lease.batch * lease.m * lease.n * FLOAT_BYTES
         self._leases[lease.lease] = _Lease(lease.job, size, push)
         self._answered.pop(lease.lease, None)
 
@@ -261,8 +260,8 @@ class Session:
             flop = 0
             if lease is not None:
                 lease.done = True
-                flop = 2 * lease.push.lease.k * lease.size // ELEMENT_BYTES
-            effects.append(Finish(message.lease, upload.job, message.seconds, upload.size, flop))
+                flop = 2 * lease.push.lease.k * lease.size // FLOAT_BYTES
+            effects.append(Finish(message.lease, upload.job, message.seconds, flop))
         return effects
 
     def _begin(self, message: Result) -> tuple[_Upload | None, list[Effect]]:

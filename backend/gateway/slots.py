@@ -49,8 +49,7 @@ class Slots:
 
     def take(self, size: int) -> Slot | None:
         """A slot of `size` bytes, or None while there is no room (in the file, or on the file system)."""
-        order = max(size, SLOT_BYTES_MIN, 1) - 1
-        order = order.bit_length()
+        order = (max(size, SLOT_BYTES_MIN) - 1).bit_length()
         offset = self._split(order)
         if offset is None:
             return None

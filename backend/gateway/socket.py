@@ -26,6 +26,7 @@ from backend.gateway.security import network_of, origin_is_allowed
 from backend.gateway.wire import Wire
 from backend.settings import Settings
 from tileweave.protocol import (
+    TEXT_CHARACTERS_MAX,
     Bye,
     ByeCode,
     Hello,
@@ -52,7 +53,7 @@ class Refused(Exception):
 
     def __init__(self, code: ByeCode, reason: str, retry_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.bye = Bye(code=code, reason=reason[:500], retry_s=min(retry_s, RETRY_S_MAX))
+        self.bye = Bye(code=code, reason=reason[:TEXT_CHARACTERS_MAX], retry_s=min(retry_s, RETRY_S_MAX))
 
 
 class Registrations:
@@ -178,7 +179,7 @@ async def _identify(
     left_s = standing.quarantined_until_s - now_s
     if left_s > 0:
         raise Refused("quarantined", "a result of this device was wrong; it may come back later", left_s)
-    identity = Identity(device, secrets.token_hex(8), name, address, profile, standing.accepted, standing.rejects)
+    identity = Identity(device, secrets.token_hex(8), name, profile, standing.accepted, standing.rejects)
     return identity, secret
 
 

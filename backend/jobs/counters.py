@@ -18,7 +18,6 @@ from planner.shapes import Gemm
 from tileweave.script.wire import StepReport
 
 WINDOW_S = 5.0
-ELEMENT_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class Counters:
         for panel in (effect.a, effect.b):
             if panel.panel not in sent:
                 sent.add(panel.panel)
-                self.totals.bytes_down += panel.rows * panel.k * ELEMENT_BYTES
+                self.totals.bytes_down += panel.size
 
     def dropped(self, effect: DropPanels) -> None:
         """The named device, or each, forgets these panels."""

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.shapes import Rect
+from tileweave.protocol.messages import FLOAT_BYTES
 from tileweave.script.wire import Region
 
 MAPS_MAX = 64
-ELEMENT_BYTES = 4
 Floats = NDArray[np.float32]
 
 
@@ -41,10 +41,10 @@ class Maps:
 
     def floats(self, region: Region, count: int) -> Floats:
         """The region as `count` float32 numbers. Raises RegionError."""
-        if region.size != count * ELEMENT_BYTES:
-            raise RegionError(f"a region of {region.size} bytes, expected {count * ELEMENT_BYTES} ({count} float32)")
-        if region.offset < 0 or region.offset % ELEMENT_BYTES:
-            raise RegionError(f"a region at offset {region.offset}, expected a positive multiple of {ELEMENT_BYTES}")
+        if region.size != count * FLOAT_BYTES:
+            raise RegionError(f"a region of {region.size} bytes, expected {count * FLOAT_BYTES} ({count} float32)")
+        if region.offset < 0 or region.offset % FLOAT_BYTES:
+            raise RegionError(f"a region at offset {region.offset}, expected a positive multiple of {FLOAT_BYTES}")
         return np.frombuffer(self._mapped(region.path, region.offset + region.size), np.float32, count, region.offset)
 
     def _mapped(self, path: str, end: int) -> mmap.mmap:

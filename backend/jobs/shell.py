@@ -22,7 +22,7 @@ from backend.coordinator.fleet import MachineLimits
 from backend.coordinator.machine import Machine
 from backend.jobs.books import Books
 from backend.jobs.counters import Counters
-from backend.jobs.maps import ELEMENT_BYTES, Floats, Maps, RegionError
+from backend.jobs.maps import Floats, Maps, RegionError
 from backend.jobs.outbox import Outbox
 from backend.jobs.translate import event_of, messages_of
 from backend.settings import Settings
@@ -31,7 +31,7 @@ from backend.switchboard import messages as wire
 from backend.switchboard.streams import Switchboard, coordinator_stream, gateway_stream
 from backend.verify.verifier import Verifier
 from planner.shapes import Gemm, PlanLimits
-from tileweave.protocol.messages import DIMENSION_MAX
+from tileweave.protocol.messages import DIMENSION_MAX, FLOAT_BYTES, TEXT_CHARACTERS_MAX
 from tileweave.script.wire import GemmFailed, GemmRequest, Product, Region, ToScript
 
 CHECK_THREADS_MAX = 4
@@ -221,17 +221,15 @@ class Shell:
 
     def _verdict(self, effect: core.StartCheck) -> core.Checked:
         rect, slot = effect.rect, effect.slot
-        if slot.size != rect.elements * ELEMENT_BYTES:
-            detail = f"{slot.size} bytes, expected {rect.elements * ELEMENT_BYTES}"
+        if slot.size != rect.elements * FLOAT_BYTES:
+            detail = f"{slot.size} bytes, expected {rect.elements * FLOAT_BYTES}"
             return core.Checked(effect.lease, core.Check.BAD, detail)
         region = Region(path=slot.path, offset=slot.offset, size=slot.size)
         tile = self._slots.floats(region, rect.elements).reshape(rect.batch, rect.m, rect.n)
         try:
             verdict = self._verifier.check(effect.gemm, rect, tile)
         except LookupError:
-            return core.Checked(
-                effect.lease, core.Check.GOOD
-            )  # the GEMM has ended; whatever is said counts for nothing
+            return core.Checked(effect.lease, core.Check.GOOD)  # the GEMM has ended: what is said counts for nothing
         return core.Checked(effect.lease, verdict.kind, verdict.detail)
 
     async def _blame(self, effect: core.Blame) -> None:
@@ -245,10 +243,11 @@ class Shell:
 
         await self.books.call(record)
         log.warning("device blamed", device=effect.device, lease=effect.lease, reason=effect.reason)
-        kick = core.Kick(
-            effect.gateway, effect.device, effect.connection, "quarantined", effect.reason, max(0.0, until_s[0] - now_s)
-        )
-        self._carry_out(kick)
+        kick = wire.Kick(
+            device=effect.device, connection=effect.connection, code="quarantined",
+            reason=effect.reason[:TEXT_CHARACTERS_MAX], retry_s=max(0.0, until_s[0] - now_s),
+        )  # fmt: skip
+        self.outbox.put(gateway_stream(effect.gateway), kick)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs beside the rest; an error in it is fatal."""

@@ -5,21 +5,14 @@ from __future__ import annotations
 from backend.coordinator import events as core
 from backend.switchboard import messages as wire
 from backend.switchboard.streams import gateway_stream
-from tileweave.protocol.messages import Ack
-
-REASON_LENGTH_MAX = 500
+from tileweave.protocol.messages import TEXT_CHARACTERS_MAX, Ack
 
 
 def event_of(message: wire.ToCoordinator) -> core.Event | None:
     """The event a message means; None for what is not the core's business."""
     match message:
-        case wire.DeviceJoined(online=device):
-            return core.Joined(
-                device=device.device, connection=device.connection, gateway=device.gateway,
-                flops=device.profile.flops, memory_bytes=device.profile.memory_bytes, workers=device.profile.workers,
-                rtt_s=device.rtt_s, down_bps=device.down_bps, up_bps=device.up_bps,
-                accepted=device.accepted, rejects=device.rejects,
-            )  # fmt: skip
+        case wire.DeviceJoined(online=online):
+            return core.Joined.of(online)
         case wire.DeviceLeft() | wire.DeviceOffline():
             return core.Left(message.device, message.connection, message.reason)
         case wire.GatewayUp():
@@ -52,7 +45,7 @@ def messages_of(effect: core.Effect, job: str, gateways: set[str]) -> list[tuple
             return [(gateway_stream(effect.gateway), push)]
         case core.SendAck():
             ack = Ack(
-                lease=effect.lease, job=job, verdict=effect.verdict, reason=effect.reason[:REASON_LENGTH_MAX],
+                lease=effect.lease, job=job, verdict=effect.verdict, reason=effect.reason[:TEXT_CHARACTERS_MAX],
                 flop=effect.flop,
             )  # fmt: skip
             answer = wire.Acknowledge(device=effect.device, connection=effect.connection, ack=ack)
@@ -70,11 +63,5 @@ def messages_of(effect: core.Effect, job: str, gateways: set[str]) -> list[tuple
             )
             to = [effect.gateway] if effect.connection else sorted(gateways)
             return [(gateway_stream(gateway), drop) for gateway in to]
-        case core.Kick():
-            kick = wire.Kick(
-                device=effect.device, connection=effect.connection, code=effect.code,
-                reason=effect.reason[:REASON_LENGTH_MAX], retry_s=effect.retry_s,
-            )  # fmt: skip
-            return [(gateway_stream(effect.gateway), kick)]
         case _:
             return []

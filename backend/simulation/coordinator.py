@@ -96,7 +96,7 @@ class SimCoordinator:
                 self._gemm_ended(effect.gemm)
             case core.GemmFailed():
                 raise AssertionError(f"GEMM {effect.gemm} failed: {effect.reason}")
-            case core.LeaseLost() | core.PrepareCheck() | core.Kick():
+            case core.LeaseLost() | core.PrepareCheck():
                 pass
 
     def _check(self, effect: core.StartCheck) -> None:

@@ -17,7 +17,6 @@ from backend.switchboard.messages import (
     DeviceLeft,
     DeviceOffline,
     JobGone,
-    PanelRef,
     SlotRef,
     ToAllocator,
 )
@@ -98,23 +97,7 @@ class World:
             if isinstance(message, DeviceLeft):
                 coordinator.deliver(core.Left(message.device, message.connection, message.reason))
                 return
-            online = message.online
-            profile = online.profile
-            coordinator.deliver(
-                core.Joined(
-                    device=online.device,
-                    connection=online.connection,
-                    gateway=online.gateway,
-                    flops=profile.flops,
-                    memory_bytes=profile.memory_bytes,
-                    workers=profile.workers,
-                    rtt_s=online.rtt_s,
-                    down_bps=online.down_bps,
-                    up_bps=online.up_bps,
-                    accepted=online.accepted,
-                    rejects=online.rejects,
-                )
-            )
+            coordinator.deliver(core.Joined.of(message.online))
 
         return deliver
 
@@ -137,7 +120,7 @@ class World:
             )
             return
         for panel in (effect.a, effect.b):
-            connection.panels[panel.panel] = _bytes(panel)
+            connection.panels[panel.panel] = panel.size
         held = sum(size for panel, size in connection.panels.items() if panel.startswith(f"{job}."))
         memory = connection.device.profile.memory_bytes
         assert held <= memory, f"{effect.device} has {memory} bytes and was sent panels of {held}"
@@ -157,7 +140,3 @@ class World:
                 callback(connection)
 
         connection.down.send(self.latency_s(), arrive)
-
-
-def _bytes(panel: PanelRef) -> int:
-    return 4 * panel.rows * panel.k

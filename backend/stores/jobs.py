@@ -23,14 +23,15 @@ from backend.stores.database import Database
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
-# From a state to those that may follow. `running -> queued`: its processes died and are to be started again.
+# From a state to those that may follow. A job whose processes died stays `running`: its next epoch begins.
 STATES: dict[State, frozenset[State]] = {
     "queued": frozenset({"running", "failed", "cancelled"}),
-    "running": frozenset({"queued", "succeeded", "failed", "cancelled"}),
+    "running": frozenset({"succeeded", "failed", "cancelled"}),
     "succeeded": frozenset(),
     "failed": frozenset(),
     "cancelled": frozenset(),
 }
+ENDED = frozenset(state for state, after in STATES.items() if not after)
 REASON_LENGTH_MAX = 4_000
 SAMPLE_LENGTH_MAX = 4_000
 LIST_LIMIT_MAX = 1_000
@@ -146,7 +147,7 @@ class JobStore:
         """
         with self._db.write(durable=True) as connection:
             state = _select(connection, job_id)["state"]
-            if state not in ("queued", "running"):
+            if state in ENDED:
                 raise ValueError(f"job {job_id} is {state}; only a queued or running job can begin an epoch")
             row = connection.execute(
                 "UPDATE jobs SET state = 'running', reason = '', epoch = epoch + 1, started_s = COALESCE(started_s, ?)"
@@ -243,7 +244,7 @@ def _move(
     connection: sqlite3.Connection, job_id: str, state: State, reason: str, now_s: float, before: list[State]
 ) -> bool:
     _select(connection, job_id)
-    ended_s = now_s if not STATES[state] else None
+    ended_s = now_s if state in ENDED else None
     moved = connection.execute(
         "UPDATE jobs SET state = ?, reason = ?, ended_s = ? WHERE id = ? AND state IN (SELECT value FROM json_each(?))",
         (state, reason[:REASON_LENGTH_MAX], ended_s, job_id, _array(before)),

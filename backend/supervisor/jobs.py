@@ -26,7 +26,7 @@ from pathlib import Path
 import structlog
 
 from backend.settings import Settings
-from backend.stores.jobs import LIST_LIMIT_MAX, Job, JobStore, State
+from backend.stores.jobs import ENDED, LIST_LIMIT_MAX, Job, JobStore, State
 from backend.supervisor.children import Child, Log, ParentPipe, describe_exit, restart_delay_s
 from backend.supervisor.script import script_command, script_path
 from backend.switchboard.messages import JobControl, JobGone
@@ -77,7 +77,7 @@ class JobRun:
         try:
             while not self._stopping.is_set():
                 before = self._job()
-                if before.state not in ("queued", "running"):
+                if before.state in ENDED:
                     return
                 began_s = time.time()
                 reason = await self._epoch(before)
@@ -95,7 +95,7 @@ class JobRun:
                 await _first((self._stopping, self._cancelling), delay_s)
         finally:
             shutil.rmtree(self._run_dir, ignore_errors=True)
-            if self._job().state not in ("queued", "running"):
+            if self._job().state in ENDED:
                 await self._switchboard.drop_stream(coordinator_stream(self.job_id))
             self._log.info("job ends here", state=self._job().state)
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tileweave.protocol.messages import Ack, ByeCode, FailCode, Lease, Profile
+from tileweave.protocol.messages import FLOAT_BYTES, Ack, ByeCode, FailCode, Lease, Profile
 
 
 class PanelRef(Struct, frozen=True, array_like=True):
@@ -23,6 +23,11 @@ class PanelRef(Struct, frozen=True, array_like=True):
     offset: int
     rows: int
     k: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return FLOAT_BYTES * self.rows * self.k
 
 
 class SlotRef(Struct, frozen=True, array_like=True):
@@ -37,7 +42,7 @@ class SlotRef(Struct, frozen=True, array_like=True):
 
 
 class SwitchMessage(Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
-    """Base of all switchboard messages; the tag is the class name."""
+    """Base of all switchboard messages; `tag` names the message on the stream."""
 
 
 # ---- to a gateway ----------------------------------------------------------------------------------------------------

@@ -221,12 +221,8 @@ class Switchboard:
 
     # ---- live state for the pages ------------------------------------------------------------------------------------
 
-    async def set_device_live(self, device: str, fields: Mapping[str, Any], expire_s: float = DEVICE_LIVE_S) -> None:
-        """Sets some fields (JSON values) of a device's hash; the hash lives `expire_s` from now."""
-        await self._set_live({f"tw:dev:{device}": fields}, expire_s)
-
     async def set_devices_live(self, devices: Mapping[str, Mapping[str, Any]], expire_s: float = DEVICE_LIVE_S) -> None:
-        """`set_device_live` of many devices in one round trip."""
+        """Sets some fields (JSON values) of each device's hash, in one round trip; a hash lives `expire_s` from now."""
         await self._set_live({f"tw:dev:{device}": fields for device, fields in devices.items()}, expire_s)
 
     async def update_devices_live(self, devices: Mapping[str, Mapping[str, Any]]) -> None:

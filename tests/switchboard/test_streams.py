@@ -224,10 +224,10 @@ def test_wake_and_live_events(valkey) -> None:
 def test_live_hashes_keep_types_merge_and_expire(valkey) -> None:
     async def scenario() -> list[dict[str, object]]:
         board = Switchboard(valkey.url)
-        await board.set_device_live("d", {"state": "ready", "flops": 1.5e9, "job": None})
+        await board.set_devices_live({"d": {"state": "ready", "flops": 1.5e9, "job": None}})
         await board.set_devices_live({"d": {"measured_flops": 2}, "e": {"state": "paused"}})
         await board.update_devices_live({"d": {"flops": 2e9}, "never": {"flops": 1.0}})
-        await board.set_device_live("gone", {"state": "ready"}, expire_s=0.001)
+        await board.set_devices_live({"gone": {"state": "ready"}}, expire_s=0.001)
         with Redis.from_url(valkey.url) as client:
             await until(lambda: not client.exists("tw:dev:gone"))
             assert 0 < client.pttl("tw:dev:d") <= 30_000

@@ -15,9 +15,11 @@ from tileweave.protocol.frames import (
 )
 from tileweave.protocol.messages import (
     DIMENSION_MAX,
+    FLOAT_BYTES,
     JS_SAFE_INTEGER_MAX,
     MESSAGES,
     PROTOCOL_VERSION,
+    TEXT_CHARACTERS_MAX,
     Ack,
     Bye,
     ByeCode,
@@ -44,11 +46,13 @@ from tileweave.protocol.messages import (
 __all__ = [
     "CHUNK_BYTES_MAX",
     "DIMENSION_MAX",
+    "FLOAT_BYTES",
     "FRAME_BYTES_MAX",
     "JS_SAFE_INTEGER_MAX",
     "MESSAGES",
     "META_BYTES_MAX",
     "PROTOCOL_VERSION",
+    "TEXT_CHARACTERS_MAX",
     "Ack",
     "Bye",
     "ByeCode",

@@ -31,17 +31,14 @@ def chunks(size: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> Iterator[tuple[
 class Reassembly:
     """Collects the chunks of one payload, strictly in order, into one buffer.
 
-    `size_max` bounds the size the first chunk may declare. With `into`, a writable view of at least `size_max` bytes
-    (such as a slot of a mapped file), the bytes go there and nothing is allocated.
+    `size_max` bounds the size the first chunk may declare.
     """
 
-    def __init__(self, size_max: int, into: memoryview | None = None) -> None:
-        if into is not None and into.nbytes < size_max:
-            raise ValueError(f"into holds {into.nbytes} bytes, expected at least size_max={size_max}")
+    def __init__(self, size_max: int) -> None:
         self.size_max = size_max
         self.size = 0  # 0 until the first chunk
         self.received = 0
-        self._buffer = into.cast("B") if into is not None else None
+        self._buffer: memoryview | None = None
 
     @property
     def complete(self) -> bool:

@@ -26,14 +26,13 @@ from typing import Any, Final
 
 import msgspec
 
-from tileweave.protocol.messages import MESSAGES, PROTOCOL_VERSION, Kind, Message, Panel, Result
+from tileweave.protocol.messages import FLOAT_BYTES, MESSAGES, PROTOCOL_VERSION, Kind, Message, Panel, Result
 
 FRAME_BYTES_MAX: Final = 1 << 20
 META_BYTES_MAX: Final = 1 << 16
 NESTING_MAX: Final = 64  # objects and lists within each other, the outermost included
 HEADER_BYTES: Final = 16
 MAGIC: Final = b"TW"
-ELEMENT_BYTES: Final = {"f32": 4}
 ERROR_TEXT_MAX: Final = 300  # of an error that may quote the peer; BYE and ACK carry up to 500
 
 _HEADER = struct.Struct("<2sBBIII")
@@ -163,7 +162,7 @@ def _payload_fault(message: Message, payload_len: int) -> str:
     if message.offset + payload_len > message.size:
         return f"bytes {message.offset} + {payload_len} lie outside its size {message.size}"
     if isinstance(message, Panel):
-        expected = message.rows * message.k * ELEMENT_BYTES[message.dtype]
+        expected = message.rows * message.k * FLOAT_BYTES
         if message.size != expected:
             return f"size {message.size}, expected {expected} for {message.rows} x {message.k} {message.dtype}"
     return ""

@@ -18,6 +18,8 @@ from msgspec import Meta, Struct
 PROTOCOL_VERSION = 1
 JS_SAFE_INTEGER_MAX = 2**53 - 1
 DIMENSION_MAX = 2**24
+TEXT_CHARACTERS_MAX = 500
+FLOAT_BYTES = 4  # of an element: `dtype` is always f32
 
 Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+\Z")]  # \Z: $ lets a newline by
 LeaseId = Annotated[int, Meta(ge=0, le=JS_SAFE_INTEGER_MAX)]
@@ -25,7 +27,7 @@ Dimension = Annotated[int, Meta(ge=1, le=DIMENSION_MAX)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]
 Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 Rate = Annotated[float, Meta(ge=0, le=1e18)]
-Text = Annotated[str, Meta(max_length=500)]
+Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 Name = Annotated[str, Meta(max_length=64)]
 Secret = Annotated[str, Meta(min_length=16, max_length=128)]
 
@@ -60,8 +62,9 @@ class Profile(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Struct, frozen=True, kw_only=True):
-    """Device -> server, first frame. Without `device` and `secret` a new device is made. `panels`: what it still holds;
-    `leases`: results it finished and had no ACK for, which it sends again after WELCOME."""
+    """Device -> server, first frame. Without `device` and `secret` a new device is made. `panels`: what it still holds,
+    a hint (this server sends on each connection what its leases need, held or not); `leases`: results it finished and
+    had no ACK for, which it sends again after WELCOME."""
 
     KIND: ClassVar[Kind] = Kind.HELLO
     client: Annotated[str, Meta(max_length=64)]
@@ -190,7 +193,8 @@ class Revoke(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """Device -> server: whether it takes work (and if not, why), for planning and for the pages."""
+    """Device -> server: whether it takes work (and if not, why). `visible` and `capacity_bytes` are hints that this
+    server makes no use of: it plans with the memory of the profile."""
 
     KIND: ClassVar[Kind] = Kind.STATUS
     state: Literal["ready", "paused", "stopping"]

@@ -30,7 +30,6 @@ from torch import Tensor
 FORMAT = 1
 METADATA_KEY = "tileweave"
 SUFFIX = ".safetensors"
-HASH_BYTES = 1 << 20
 
 
 class CheckpointError(RuntimeError):

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tileweave.protocol import (
+    FLOAT_BYTES,
+    TEXT_CHARACTERS_MAX,
     Ack,
     Bye,
     Drop,
@@ -45,7 +47,6 @@ from tileweave.protocol import (
 )
 from tileweave.volunteer.panels import Held, PanelStore
 
-ELEMENT_BYTES = 4
 HANDSHAKE_S_MAX = 10.0  # from connecting to WELCOME
 RESULTS_KEPT_MAX = 64  # HELLO lists no more
 PANELS_LISTED_MAX = 256  # in HELLO, so that its metadata stays small
@@ -77,7 +78,6 @@ class Tally:
 
     verdicts: Counter[str] = field(default_factory=Counter)
     flop: int = 0
-    last_reason: str = ""
 
 
 class Session:
@@ -260,7 +260,7 @@ class Session:
         if len(self._waiting) + len(self._computing) >= self.limits.leases_max:
             self._fail(lease, "memory", f"already {self.limits.leases_max} leases in hand")
             return
-        needs = ELEMENT_BYTES * lease.batch * (lease.m * lease.k + lease.n * lease.k + lease.m * lease.n)
+        needs = FLOAT_BYTES * lease.batch * (lease.m * lease.k + lease.n * lease.k + lease.m * lease.n)
         if needs > self._memory_bytes:
             self._fail(lease, "memory", f"the tile needs {needs} bytes of the {self._memory_bytes} this device gives")
             return
@@ -276,7 +276,6 @@ class Session:
         self._revoke([ack.lease])
         self.tally.verdicts[ack.verdict] += 1
         self.tally.flop += ack.flop
-        self.tally.last_reason = ack.reason
 
     def _revoke(self, leases: list[int]) -> None:
         for lease in leases:
@@ -285,7 +284,7 @@ class Session:
             self._results.pop(lease, None)
 
     def _fail(self, lease: Lease, code: FailCode, message: str) -> None:
-        self._control.append(Fail(lease=lease.lease, job=lease.job, code=code, message=message[:500]))
+        self._control.append(Fail(lease=lease.lease, job=lease.job, code=code, message=message[:TEXT_CHARACTERS_MAX]))
 
 
 def _mismatch(lease: Lease, a: Held, b: Held) -> str:
