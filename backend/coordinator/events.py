@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from backend.switchboard.messages import PanelRef, SlotRef
+from backend.switchboard.messages import DeviceOnline, PanelRef, SlotRef
 from planner.shapes import Rect
-from tileweave.protocol.messages import ByeCode, Lease, Verdict
+from tileweave.protocol.messages import Lease, Verdict
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
@@ -49,6 +49,16 @@ class Joined:
     up_bps: float
     accepted: int
     rejects: int
+
+    @classmethod
+    def of(cls, online: DeviceOnline) -> Joined:
+        """The event of a device that its gateway announced so."""
+        profile = online.profile
+        return cls(
+            device=online.device, connection=online.connection, gateway=online.gateway, flops=profile.flops,
+            memory_bytes=profile.memory_bytes, workers=profile.workers, rtt_s=online.rtt_s, down_bps=online.down_bps,
+            up_bps=online.up_bps, accepted=online.accepted, rejects=online.rejects,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,25 +252,13 @@ class Store:
 @dataclass(frozen=True, slots=True)
 class Blame:
     """Record a reject against the device in the ledger: its count of good results starts anew, it is quarantined, and
-    `kick` (when it is still connected) ends its connection with the reason."""
+    its connection is ended with the reason."""
 
     device: str
     connection: str
     gateway: str
     lease: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kick:
-    """End the connection."""
-
-    gateway: str
-    device: str
-    connection: str
-    code: ByeCode
-    reason: str
-    retry_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +292,6 @@ class LeaseLost:
 
 
 Effect = (
-    SendLease | SendAck | FreeSlot | SendRevoke | DropPanels | PrepareCheck | StartCheck | Store | Blame | Kick
-    | GemmDone | GemmFailed | LeaseLost
+    SendLease | SendAck | FreeSlot | SendRevoke | DropPanels | PrepareCheck | StartCheck | Store | Blame | GemmDone
+    | GemmFailed | LeaseLost
 )  # fmt: skip
