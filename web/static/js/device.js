@@ -15,6 +15,9 @@ function condition(device) {
   return device.job ? ["good", "Computing"] : ["good", "Online, waiting for work"];
 }
 
+/** A link's speed; 0 is not measured yet. @param {number|null} bps bytes each second */
+const rate = (bps) => (bps ? `${bytes(bps)}/s` : "–");
+
 async function refresh() {
   const device = /** @type {import("./rest.js").Device} */ (await get(`/devices/${encodeURIComponent(page.device ?? "")}`));
   const [mood, state] = condition(device);
@@ -28,7 +31,7 @@ async function refresh() {
   text("flops", device.flops === null ? "–" : `${gflops(device.flops)} GFLOP/s`);
   text("kernel", device.kernel || "–");
   text("workers", number(device.workers));
-  text("link", `${bytes(device.down_bps)}/s / ${bytes(device.up_bps)}/s`);
+  text("link", `${rate(device.down_bps)} / ${rate(device.up_bps)}`);
   text("rtt", duration(device.rtt_s));
   text("flop", scaled(device.flop, "FLOP"));
   text("first-seen", moment(device.first_seen_s));

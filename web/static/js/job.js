@@ -27,14 +27,14 @@ function draw(now) {
   text("why", now.reason || now.waiting || "");
   /** @type {HTMLProgressElement} */ ($("progress")).value = progress(now);
   text("eta", now.eta_s === null || ENDED.includes(now.state) ? "" : `about ${duration(now.eta_s)} left`);
-  text("step", number(now.step));
+  text("step", number(now.step ?? 0));
   text("steps", `of ${number(now.steps)}`);
   text("loss", loss(now.loss));
   text("first-loss", now.first_loss === null ? "" : `from ${loss(now.first_loss)}`);
   text("devices", number(now.devices));
   text("gflops", number(now.gflops));
   text("tiles", number(now.tiles));
-  text("tile-rate", now.tiles_per_s === null ? "" : `${number(now.tiles_per_s)} / s`);
+  text("tile-rate", !now.tiles_per_s ? "" : `${number(now.tiles_per_s)} / s`);
   const unit = now.unit || "samples";
   text("rate-unit", `${unit[0].toUpperCase()}${unit.slice(1)} per second`);
   text("rate", number(now.samples_per_s));
@@ -55,6 +55,7 @@ function drawSample(sample) {
 /** @param {import("./rest.js").StepRow[]} rows */
 function addSteps(rows) {
   chart.add(rows);
+  show("chart", chart.steps > 0);
   show("no-steps", chart.steps === 0);
 }
 

@@ -30,6 +30,8 @@ let net = null;
 let view = null;
 /** @type {(() => void)|null} */
 let unlock = null;
+/** Credit of the device when last asked; what it earned since is in the view. */
+let creditInAll = 0;
 /** Titles of jobs seen. @type {Map<string, string>} */
 const titles = new Map();
 
@@ -146,6 +148,7 @@ function draw(now) {
   text("gflops", gflops(now.flops));
   text("tiles", number(now.tiles));
   text("credit", credit(cobblestones(now.flop)));
+  drawTotal();
   text("kernel", `${gflops(now.kernelFlops)} GFLOP/s`);
   text("data", `${bytes(now.receivedBytes)} / ${bytes(now.sentBytes)}`);
   text("heap", memory(now.heapBytes));
@@ -199,7 +202,13 @@ async function refreshTotal() {
   const device = remembered.identity?.device;
   if (!device || !net) return;
   const row = /** @type {import("./rest.js").Device} */ (await get(`/devices/${encodeURIComponent(device)}`));
-  text("total", credit(row.credit));
+  creditInAll = row.credit;
+  drawTotal();
+}
+
+/** Never less than this visit's credit, which is told at once. */
+function drawTotal() {
+  text("total", credit(Math.max(creditInAll, cobblestones(view?.flop ?? 0))));
 }
 
 // --- the page ---
