@@ -51,6 +51,7 @@ class Book:
         self.gemms: dict[int, GemmRun] = {}
         self.leases: dict[int, LeaseRecord] = {}
         self.ended: OrderedDict[int, Verdict] = OrderedDict()
+        self.unanswered: OrderedDict[str, int] = OrderedDict()  # devices that left with leases out -> their silences
         self.effects: list[Effect] = []
         self.wake = False
         self.touched: set[str] = set()
@@ -218,6 +219,10 @@ class Book:
 
     def remove(self, device: DeviceRecord, why: str) -> None:
         """The device is not this job's any more; where it is another's now, it needs the memory."""
+        if device.out or device.silences:
+            self.unanswered[device.device] = device.silences
+            if len(self.unanswered) > self.limits.unanswered_max:
+                self.unanswered.popitem(last=False)
         self.lose_all(device, why)
         if device.held:
             self.drop_on(device, set(device.held))

@@ -42,6 +42,7 @@ class MachineLimits:
     stall_s: float = 1.0  # a longer gap between two events is the server's own
     suspect_s: float = 30.0  # a silent device gets one trial lease after this, doubled each time
     suspect_s_max: float = 600.0
+    unanswered_max: int = 4096  # devices remembered that left without answering their leases
     fails_max: int = 3  # FAILs in a row after which a device gets no more leases
     backup_s_min: float = 0.1  # a lease less overdue than this is not a straggler
     ended_leases_max: int = 65536  # remembered after their GEMM, to tell a duplicate from a late result
@@ -183,6 +184,13 @@ class DeviceRecord:
     def answered(self) -> None:
         """It sent something: not silent."""
         self.silences, self.suspect_until_s = 0, None
+
+    def back_after(self, silences: int, now_s: float, limits: MachineLimits) -> None:
+        """Its last connection ended with leases unanswered, after so many expiries: one lease until it answers that,
+        and from the second expiry on not at once either, or connecting anew would clear a hoarder's record."""
+        self.silences = silences
+        pause_s = min(limits.suspect_s * 2.0 ** (silences - 2), limits.suspect_s_max) if silences > 1 else 0.0
+        self.suspect_until_s = now_s + pause_s
 
     def pinned(self) -> set[str]:
         """Panels that leases still out need."""

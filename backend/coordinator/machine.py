@@ -182,6 +182,9 @@ class Machine:
         device = DeviceRecord.of(event, self.book.limits)
         if device.memory_bytes < self.book.limits.memory_bytes_min:
             device.barred = f"memory: offers {device.memory_bytes} bytes, needs {self.book.limits.memory_bytes_min}"
+        silences = self.book.unanswered.pop(event.device, None)
+        if silences is not None:
+            device.back_after(silences, self.book.now_s, self.book.limits)
         self.book.devices[event.device] = device
         self.book.wake = True
 
