@@ -50,7 +50,7 @@ def wait_for(what: str, poll: Callable[[], T | None], seconds: float, every_s: f
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the machine: its role is the module it runs (`backend.gateway`), or the program's name."""
+    """One process of the machine; `command` is its whole command line."""
 
     pid: int
     parent: int

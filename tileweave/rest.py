@@ -99,7 +99,7 @@ class Client:
             rows += more
 
     def events(self, job: str) -> Iterator[tuple[str, Json]]:
-        """(event, data) of a job as they happen: `job`, `step`, `sample`; ends when the job ends."""
+        """(event, data) of a job as they happen: `job`, `step`, `sample`, `gemm`, `lease_lost`, until the job ends."""
         with self._stream(f"/jobs/{_segment(job)}/events") as response:
             event = "message"
             for line in response.iter_lines():

@@ -212,7 +212,8 @@ async def job_metrics(
 
 @router.get("/jobs/{job_id}/events")
 async def job_events(request: Request, job_id: str) -> Response:
-    """Server-sent events: `job` (this job), `step` (a row of its metrics), `sample`; ends when the job ends."""
+    """Server-sent events: `job` (this job), `step` (a row of its metrics), `sample`, `gemm` (a gemm job's product),
+    `lease_lost`; ends when the job ends."""
     gateway = gateway_of(request)
     await find_job(gateway, job_id)
     return EventStream(gateway.live, job_id, network_of(address_of(request)), gateway.settings.event_heartbeat_s)
