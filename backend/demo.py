@@ -130,7 +130,8 @@ def _watch(client: Client, job_id: str, console: Console) -> Job:
     in_place = console.is_terminal and not console.is_dumb_terminal
     last_answer = time.monotonic()
     told = ""
-    with Live(console=console, transient=not in_place) as live:
+    # Drawn here and not by a thread: a terminal that is gone is an error here, which ends the demo and its children.
+    with Live(console=console, transient=not in_place, auto_refresh=False) as live:
         while True:
             try:
                 job = client.job(job_id)
@@ -140,7 +141,7 @@ def _watch(client: Client, job_id: str, console: Console) -> Job:
                     raise
                 time.sleep(POLL_S)
                 continue
-            live.update(_view(job))
+            live.update(_view(job), refresh=True)
             news = f"{job['waiting']} {(job['step'] or 0) // STEPS_A_LINE}"
             if not in_place and news != told:
                 told = news
