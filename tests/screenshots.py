@@ -93,7 +93,7 @@ def take(swarm: Swarm, camera: Camera) -> None:
     swarm.add_browser("Emmy")
     swarm.add_native("Mallory", "lie=1")
     wait_for("30 steps", lambda: (swarm.client.job(job)["step"] or 0) >= 30, 120)
-    camera.all_sizes(f"/jobs/{job}", "job", "#fleet li")
+    camera.all_sizes(f"/jobs/{job}", "job", "#chart canvas")
     camera.all_sizes("/leaderboard", "leaderboard", "#rows tr")
     devices = {device["name"]: device["id"] for device in swarm.client.devices()}
     wait_for("a quarantine", lambda: any(row["quarantined_until_s"] for row in swarm.client.devices()), 60)

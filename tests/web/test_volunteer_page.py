@@ -248,7 +248,9 @@ def test_stop_and_start_again_as_the_same_device(page: Page, server: WebServer) 
     page.get_by_role("button", name="Stop").click()
     assert server.run(first.message(Bye)).code == "done"
     expect(page.locator("#state")).to_have_text("Stopped")
-    expect(page.locator("#why")).to_have_text("stopped by the volunteer")
+    expect(page.locator("#why")).to_have_text("You stopped it: nothing runs on this device now.")
+    expect(page.locator("#gflops")).to_have_text("0")
+    expect(page.locator("#no-job")).to_be_visible()
     page.get_by_role("button", name="Start again").click()
     again = server.device()
     assert (again.hello.device, again.hello.secret) == ("dev-1", "a-secret-of-a-device")
@@ -257,6 +259,18 @@ def test_stop_and_start_again_as_the_same_device(page: Page, server: WebServer) 
     assert page.workers == [], "a reload waits for the click"
     page.get_by_role("button", name="Start computing").click()
     assert server.device().hello.device == "dev-1"
+
+
+def test_stop_works_while_the_kernel_is_still_measured(page: Page, server: WebServer) -> None:
+    server.overrides["/static/js/compute_worker.js"] = b"// never answers"
+    page.goto(server.url)
+    page.get_by_role("button", name="Start computing").click()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#state")).to_have_text("Stopped")
+    page.get_by_role("button", name="Start again").click()
+    expect(page.locator("#state")).to_have_text("Starting")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#state")).to_have_text("Stopped")
 
 
 def test_a_lost_connection_is_taken_up_and_the_result_sent_again(page: Page, server: WebServer) -> None:

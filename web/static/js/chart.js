@@ -49,7 +49,7 @@ export class LossChart {
       width: this.parent.clientWidth, height: HEIGHT_PX,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 1e5] }, { ...axis, size: 56 }],
-      series: [{ label: "Step" }, {
+      series: [{ label: "Step", value: (_, value) => (value === null ? "–" : String(value)) }, {
         label: "Loss", stroke: colour("--accent"), width: 2, spanGaps: true, points: { show: false },
         value: (_, value) => (value === null ? "–" : value.toFixed(4)),
       }],

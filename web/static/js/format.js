@@ -36,7 +36,7 @@ export const gflops = (flops) => (known(flops) ? number(flops / 1e9) : DASH);
 /** Small credit is shown too: the first tile must be seen to count. @param {Maybe} cobblestones */
 export function credit(cobblestones) {
   if (!known(cobblestones)) return DASH;
-  if (cobblestones > 0 && cobblestones < 0.01) return cobblestones.toPrecision(2);
+  if (cobblestones > 0 && cobblestones < 1) return cobblestones.toPrecision(2);
   return number(cobblestones);
 }
 

@@ -12,6 +12,7 @@ import { jobItem, jobTitle } from "./job_list.js";
 import { get, page } from "./rest.js";
 
 const REFRESH_MS = 5000;
+const STOPPED = "You stopped it: nothing runs on this device now.";
 const LOCK = "tileweave-device"; // one tab of a browser is one device
 
 /** @typedef {import("./net_worker.js").View} View */
@@ -71,13 +72,15 @@ function remember(changes) {
 async function start() {
   show("setup", false);
   show("running", true);
-  show("stop", true);
+  show("stop", false);
   show("again", false);
   show("reload", false);
+  view = null;
   say("warn", "Starting", "");
   const threads = Number(input("threads").value);
   remember({ threads, name: input("name").value.trim() });
   if (!(await onlyTab())) return ended("Already running in another tab", "One tab of a browser is one device; that tab goes on.");
+  show("stop", true);
   text("why", "Proving the kernel on this device and measuring it.");
   text("heap", memory(0));
   net = new Worker(new URL("./net_worker.js", import.meta.url), { type: "module" });
@@ -99,6 +102,11 @@ function tell(wish) {
   net?.postMessage(wish);
 }
 
+function stop() {
+  tell({ is: "stop", reason: "stopped by the volunteer" });
+  if (!view) ended("Stopped", STOPPED); // the kernel was still being measured: there is no session to say so
+}
+
 /** @param {string} state @param {string} why */
 function ended(state, why) {
   net?.terminate();
@@ -106,6 +114,10 @@ function ended(state, why) {
   unlock?.();
   unlock = null;
   say("idle", state, why);
+  text("gflops", gflops(0));
+  text("heap", memory(0));
+  link("job", "", "");
+  show("no-job", true);
   show("stop", false);
   show("again", true);
 }
@@ -183,7 +195,7 @@ function drawStopped({ bye, reason }) {
   const states = /** @type {Record<string, string>} */ ({
     reload: "This page is older than the server", replaced: "This device is connected elsewhere", refused: "Refused by the server",
   });
-  ended(states[bye] ?? "Stopped", reason);
+  ended(states[bye] ?? "Stopped", bye === "done" ? STOPPED : reason);
   show("reload", bye === "reload");
   show("again", bye !== "reload");
 }
@@ -242,7 +254,7 @@ noteSimd();
 
 $("start").addEventListener("click", () => void start());
 $("again").addEventListener("click", () => void start());
-$("stop").addEventListener("click", () => tell({ is: "stop", reason: "stopped by the volunteer" }));
+$("stop").addEventListener("click", stop);
 $("reload").addEventListener("click", () => location.reload());
 document.addEventListener("visibilitychange", () => tell({ is: "visible", visible: !document.hidden }));
 repeat(async () => {
