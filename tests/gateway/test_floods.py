@@ -30,11 +30,14 @@ def test_results_claimed_without_a_lease_share_a_part_of_the_slots(make_served) 
     served = make_served(slots_bytes_max=64 * MIB, slot_wait_s_max=0.2)
     job = served.world.running_job().id
     # Each claims a quarter of all slots and sends one byte of it.
-    claimants = [returning(served, 1) for _ in range(4)]
-    for claimant in claimants:
-        claimant.send(Result(lease=1, job=job, seconds=0, offset=0, size=16 * MIB), b"x")
-    answered(claimants[0])
-    assert [claimant.expect("Bye").code for claimant in claimants[1:]] == ["busy"] * 3
+    claim = Result(lease=1, job=job, seconds=0, offset=0, size=16 * MIB)
+    first, *others = [returning(served, 1) for _ in range(4)]
+    first.send(claim, b"x")
+    answered(first)  # before the others claim: sockets are read in no particular order
+    for other in others:
+        other.send(claim, b"x")
+    assert [other.expect("Bye").code for other in others] == ["busy"] * 3
+    answered(first)
 
 
 def test_a_device_made_just_now_has_no_results_to_send_again(make_served) -> None:
