@@ -77,9 +77,9 @@ def descendants(root: int) -> list[Process]:
 class NativeVolunteer:
     """`tileweave volunteer` as a child process with a throw-away identity."""
 
-    def __init__(self, url: str, name: str, emulate: str | None = None, workers: int = 1) -> None:
+    def __init__(self, url: str, name: str, emulate: str | None = None) -> None:
         command = [sys.executable, "-m", "backend.cli", "volunteer", "--url", url, "--name", name]
-        command += ["--workers", str(workers), "--identity", "none"]
+        command += ["--workers", "1", "--identity", "none"]
         if emulate:
             command += ["--emulate", emulate]
         self.process = subprocess.Popen(
