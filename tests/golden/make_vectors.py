@@ -32,7 +32,7 @@ LIMITS = {
 }  # fmt: skip
 LEASE = {
     "lease": 2**32 + 7, "job": "job-1", "batch": 2, "m": 64, "n": 32, "k": 128, "a": "1.3.a.0-127", "b": "1.3.b.0-63",
-    "deadline_s": 3.25, "kind": "tile", "dtype": "f32",
+    "deadline_s": 3.25, "kind": "tile", "dtype": "f32", "accuracy": "rowwise",
 }  # fmt: skip
 
 # (name, message number, every field, payload)
@@ -54,6 +54,7 @@ VALID: list[tuple[str, Kind, dict[str, Any], bytes]] = [
     ("drop-nothing", Kind.DROP, {"panels": []}, b""),
     ("need", Kind.NEED, {"panel": "1.3.a.0-127", "lease": SAFE_MAX}, b""),
     ("lease", Kind.LEASE, LEASE, b""),
+    ("lease-normwise", Kind.LEASE, LEASE | {"accuracy": "normwise"}, b""),
     ("result", Kind.RESULT, {"lease": 2**32 + 7, "job": "job-1", "seconds": 0.125, "offset": 16, "size": 48},
         bytes(range(32))),
     ("fail", Kind.FAIL, {"lease": 0, "job": "job-1", "code": "memory", "message": "64 MiB asked, \"12\" free\n"}, b""),
@@ -81,6 +82,10 @@ READ_ONLY: list[tuple[str, Kind, str, dict[str, Any]]] = [
     ("64-levels", Kind.PING, '{"nonce":1,"x":' + "[" * 63 + "]" * 63 + "}", {"nonce": 1}),
     ("brackets-in-text", Kind.BYE, '{"code":"done","reason":"' + r"\\\"{[" * 40 + '"}', {
         "code": "done", "reason": r"\"{[" * 40, "retry_s": 0}),
+    ("lease-least", Kind.LEASE,
+        '{"lease":1,"job":"j","batch":1,"m":2,"n":3,"k":4,"a":"p","b":"q","deadline_s":1.5}', {
+        "lease": 1, "job": "j", "batch": 1, "m": 2, "n": 3, "k": 4, "a": "p", "b": "q", "deadline_s": 1.5,
+        "kind": "tile", "dtype": "f32", "accuracy": "rowwise"}),
     ("status-least", Kind.STATUS, '{"state":"ready"}', {
         "state": "ready", "reason": "", "visible": True, "capacity_bytes": 0}),
 ]  # fmt: skip
@@ -192,6 +197,8 @@ def malformed() -> dict[str, bytes]:
         "id-newline-at-end": changed(Kind.NEED, panel="a\n"),
         "id-not-ascii": changed(Kind.NEED, panel="é"),
         "lease-kind": changed(Kind.LEASE, kind="slice"),
+        "lease-accuracy": changed(Kind.LEASE, accuracy="loose"),
+        "lease-accuracy-null": changed(Kind.LEASE, accuracy=None),
         "lease-dimension-fraction": changed(Kind.LEASE, m=1.5),
         "hello-no-profile": without(Kind.HELLO, "profile"),
         "hello-profile-null": changed(Kind.HELLO, profile=None),

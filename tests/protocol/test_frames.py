@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tileweave.protocol import (
     CHUNK_BYTES_MAX,
     FRAME_BYTES_MAX,
     META_BYTES_MAX,
+    Accuracy,
     Ack,
     Bye,
     Drop,
@@ -55,7 +56,7 @@ bare: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         Lease,
         lease=leases, job=ids, batch=dimensions, m=dimensions, n=dimensions, k=dimensions, a=ids, b=ids,
-        deadline_s=seconds,
+        deadline_s=seconds, accuracy=st.sampled_from(get_args(Accuracy)),
     ),
     st.builds(
         Ack,

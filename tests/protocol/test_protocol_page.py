@@ -15,6 +15,7 @@ from tileweave.protocol import (
     MESSAGES,
     META_BYTES_MAX,
     PROTOCOL_VERSION,
+    Accuracy,
     ByeCode,
     FailCode,
     Kind,
@@ -81,6 +82,11 @@ def test_every_code_is_there(kind: Kind, codes: Any) -> None:
     if kind is Kind.BYE:
         goodbye = PAGE.split("**Goodbye.**")[1].split("\n## ")[0]
         assert all(f"`{code}`" in goodbye for code in get_args(codes)), "each code says what to do"
+
+
+def test_what_each_accuracy_allows_is_said() -> None:
+    leases = PAGE.split("**Leases.**")[1].split("**Results.**")[0]
+    assert all(f"`{accuracy}`" in leases for accuracy in get_args(Accuracy))
 
 
 def test_limits_are_those_of_the_code() -> None:

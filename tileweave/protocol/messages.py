@@ -125,10 +125,16 @@ class Need(Struct, frozen=True, kw_only=True):
     lease: LeaseId
 
 
+Accuracy = Literal["rowwise", "normwise"]
+"""What a product's errors must be small beside. rowwise: each row's own rounding, as in any order of summation. normwise:
+the rounding of the largest terms of the whole product; Strassen-like algorithms give no more."""
+
+
 class Lease(Struct, frozen=True, kw_only=True):
     """Server -> device: compute one tile. `batch` independent products C_i[m,n] = A_i[m,k] B_i[k,n]; panel `a` holds
     the batch x m rows of A, panel `b` the batch x n rows of B^T, both k long. Answer with RESULT (batch x m x n
-    elements, row-major) or FAIL within `deadline_s` of its arrival. `job` is echoed in the answer."""
+    elements, row-major) or FAIL within `deadline_s` of its arrival. `job` is echoed in the answer. `accuracy`: what the
+    result will be checked for."""
 
     KIND: ClassVar[Kind] = Kind.LEASE
     lease: LeaseId
@@ -142,6 +148,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     deadline_s: Seconds
     kind: Literal["tile"] = "tile"
     dtype: Literal["f32"] = "f32"
+    accuracy: Accuracy = "rowwise"
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ export const KIND = Object.freeze({
  * @typedef {{type: "DROP", panels: string[]}} Drop
  * @typedef {{type: "NEED", panel: string, lease: number}} Need
  * @typedef {{type: "LEASE", lease: number, job: string, batch: number, m: number, n: number, k: number, a: string,
- *   b: string, deadline_s: number, kind?: "tile", dtype?: "f32"}} Lease
+ *   b: string, deadline_s: number, kind?: "tile", dtype?: "f32", accuracy?: "rowwise"|"normwise"}} Lease
  * @typedef {{type: "RESULT", lease: number, job: string, seconds: number, offset: number, size: number}} Result
  * @typedef {"memory"|"kernel"|"panel"|"unsupported"|"stopped"} FailCode
  * @typedef {{type: "FAIL", lease: number, job: string, code: FailCode, message?: string}} Fail
@@ -168,7 +168,7 @@ const SCHEMAS = {
   LEASE: {
     lease: must(leaseId), job: must(id), batch: must(dimension), m: must(dimension), n: must(dimension),
     k: must(dimension), a: must(id), b: must(id), deadline_s: must(seconds), kind: may(oneOf("tile"), "tile"),
-    dtype: may(oneOf("f32"), "f32"),
+    dtype: may(oneOf("f32"), "f32"), accuracy: may(oneOf("rowwise", "normwise"), "rowwise"),
   },
   RESULT: { lease: must(leaseId), job: must(id), seconds: must(seconds), offset: must(size), size: must(size) },
   FAIL: {
