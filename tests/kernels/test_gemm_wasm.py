@@ -1,125 +1,204 @@
-"""The WASM kernel under wasmtime: any shape and strides, against float64; Node's bits; the same bytes twice."""
+"""The three WASM kernels under wasmtime: any shape, layout and type against float64; Node's bits; same bytes twice."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wasmtime import Engine, Instance, Memory, Module, Store
+from wasmtime import Config, Engine, Instance, Memory, Module, Store
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE_BYTES = 65536
-GUARD = np.float32(-12345.5)  # what surrounds C, and must still do afterwards
+BUILDS = ("relaxed", "strict", "scalar")
+TYPES = ("f32", "bf16", "f16", "i8")
+STORED = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16, "i8": np.int8}
+SCALE_BLOCK = 128
+GUARD = -77  # what surrounds the matrices, and must still surround C afterwards
 
 
-def build(output: Path) -> bytes:
-    subprocess.run([sys.executable, str(ROOT / "kernels_wasm" / "build.py"), str(output)], check=True, timeout=120)
-    return output.read_bytes()
+def build(directory: Path) -> dict[str, bytes]:
+    """The modules, compiled afresh: the compiler's own cache would make any two builds the same."""
+    caches = {f"ZIG_{kind}_CACHE_DIR": str(directory / kind.lower()) for kind in ("GLOBAL", "LOCAL")}
+    command = [sys.executable, str(ROOT / "kernels_wasm" / "build.py"), str(directory)]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | caches)
+    return {name: (directory / f"gemm_{name}.wasm").read_bytes() for name in BUILDS}
+
+
+@dataclass
+class Matrix:
+    """One operand, a line a row: what is stored, what scales it (i8), and the float32 values that these stand for."""
+
+    dtype: str
+    stored: np.ndarray
+    scales: np.ndarray | None
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, dtype: str, values: np.ndarray) -> "Matrix":
+        """The matrix nearest to `values` in a type. Exact for what the type can hold."""
+        values = np.ascontiguousarray(values, np.float32)
+        if dtype == "bf16":
+            stored = (values.view(np.uint32) >> 16).astype(np.uint16)
+            return cls(dtype, stored, None, (stored.astype(np.uint32) << 16).view(np.float32))
+        if dtype == "i8":
+            blocks = -(-values.shape[1] // SCALE_BLOCK)
+            scales = np.empty((len(values), blocks), np.float32)
+            stored = np.empty(values.shape, np.int8)
+            for number in range(blocks):
+                part = values[:, number * SCALE_BLOCK : (number + 1) * SCALE_BLOCK]
+                scales[:, number] = np.abs(part).max(axis=1) / 127 + np.float32(1e-30)
+                stored[:, number * SCALE_BLOCK : (number + 1) * SCALE_BLOCK] = np.rint(part / scales[:, number, None])
+            expanded = np.repeat(scales, SCALE_BLOCK, axis=1)[:, : values.shape[1]]
+            return cls(dtype, stored, scales, stored.astype(np.float32) * expanded)
+        stored = values.astype(STORED[dtype])
+        return cls(dtype, stored, None, stored.astype(np.float32))
 
 
 class Kernel:
-    """One instance of the module, with a memory large enough for the tests' matrices."""
+    """One instance of a module, with a memory large enough for the tests' matrices."""
 
     def __init__(self, wasm: bytes) -> None:
-        engine = Engine()
+        config = Config()
+        config.wasm_relaxed_simd = True
+        engine = Engine(config)
         self.store = Store(engine)
         exports = Instance(self.store, Module(engine, wasm), []).exports(self.store)
         self.gemm = exports["gemm"]
         self.memory = exports["memory"]
         assert isinstance(self.memory, Memory)
-        base = exports["__heap_base"].value(self.store)
-        self.scratch = -(-base // 16) * 16
+        self.scratch = -(-exports["__heap_base"].value(self.store) // 16) * 16
         self.start = -(-(self.scratch + exports["gemm_scratch_bytes"](self.store)) // 16) * 16
         self.memory.grow(self.store, 600)
+        self.at = 0
 
-    def view(self) -> np.ndarray:
+    def place(self, matrix: np.ndarray, pad: int = 0) -> tuple[int, int, np.ndarray]:
+        """A copy in the kernel's memory with `pad` guard elements after each row: address, row stride, and its view."""
         size = self.memory.data_len(self.store)
-        return np.ctypeslib.as_array(self.memory.data_ptr(self.store), (size,)).view(np.float32)
+        heap = np.ctypeslib.as_array(self.memory.data_ptr(self.store), (size,))
+        rows, width = matrix.shape[0], matrix.shape[1] + pad
+        count = rows * width * matrix.itemsize
+        assert self.at + count <= size, "the tests' memory is too small"
+        view = heap[self.at : self.at + count].view(matrix.dtype).reshape(rows, width)
+        view[...] = np.array(GUARD).astype(matrix.dtype)
+        view[:, : matrix.shape[1]] = matrix
+        address, self.at = self.at, -(-(self.at + count) // 16) * 16
+        return address, width, view
+
+    def operand(self, matrix: Matrix, along: bool, pad: int) -> tuple[int, int, int, int, int]:
+        """gemm's five arguments for one operand; `along`: stored so that k is contiguous."""
+        address, width, _ = self.place(matrix.stored if along else matrix.stored.T, pad)
+        strides = (width, 1) if along else (1, width)
+        scales = 0 if matrix.scales is None else self.place(matrix.scales)[0]
+        return address, *strides, TYPES.index(matrix.dtype), scales
 
     def multiply(
-        self, a: np.ndarray, b: np.ndarray, c: np.ndarray, *, a_along: bool, b_along: bool, accumulate: bool, pad: int
-    ) -> np.ndarray:
-        """A B (+ C) by the kernel; `*_along`: stored so that k is contiguous; `pad` elements between lines."""
-        (m, k), n = a.shape, b.shape[1]
-        memory = self.view()
-        at = self.start // 4
-        places = []
-        for matrix in (a if a_along else a.T, b.T if b_along else b, c):
-            rows, width = matrix.shape[0], matrix.shape[1] + pad
-            block = memory[at : at + rows * width].reshape(rows, width)
-            block[...] = GUARD
-            block[:, : matrix.shape[1]] = matrix
-            places.append((at * 4, width, block))
-            at += -(-rows * width // 4) * 4
-        (at_a, width_a, _), (at_b, width_b, _), (at_c, width_c, out) = places
-        strides_a = (width_a, 1) if a_along else (1, width_a)
-        strides_b = (1, width_b) if b_along else (width_b, 1)
-        self.gemm(self.store, m, n, k, at_a, *strides_a, at_b, *strides_b, at_c, width_c, int(accumulate), self.scratch)
-        assert (out[:, n:] == GUARD).all(), "wrote beyond the rows of C"
+        self, a: Matrix, bt: Matrix, *, c: np.ndarray | None = None, bias: np.ndarray | None = None,
+        along: tuple[bool, bool] = (True, True), pad: int = 0,
+    ) -> np.ndarray:  # fmt: skip
+        """A B (+ C) (+ bias) by the kernel."""
+        self.at = self.start
+        (m, k), n = a.stored.shape, bt.stored.shape[0]
+        operands = (*self.operand(a, along[0], pad), *self.operand(bt, along[1], pad))
+        at_bias = 0 if bias is None else self.place(bias[None])[0]
+        at_c, c_row, out = self.place(np.full((m, n), np.nan, np.float32) if c is None else c, pad)
+        after = self.place(np.zeros((1, 64), np.float32))[2]
+        self.gemm(self.store, m, n, k, *operands, at_c, c_row, int(c is not None), at_bias, self.scratch)
+        assert (out[:, n:] == GUARD).all() and not after.any(), "wrote beyond the rows of C"
         return out[:, :n].copy()
 
 
 @pytest.fixture(scope="module")
-def wasm(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return build(tmp_path_factory.mktemp("wasm") / "gemm.wasm")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return build(tmp_path_factory.mktemp("wasm"))
 
 
 @pytest.fixture(scope="module")
-def kernel(wasm: bytes) -> Kernel:
-    return Kernel(wasm)
+def kernels(modules: dict[str, bytes]) -> dict[str, Kernel]:
+    return {name: Kernel(wasm) for name, wasm in modules.items()}
 
 
-def close(got: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> bool:
-    """Within the worst case of a float32 sum: (k + 2) units of sum |a b| (+ |c|)."""
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    size = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
-    if c is not None:
-        exact, size = exact + c, size + np.abs(c)
-    return bool((np.abs(got - exact) <= (a.shape[1] + 2) * 2.0**-24 * size + 1e-44).all())
+@pytest.fixture(params=BUILDS)
+def kernel(request: pytest.FixtureRequest, kernels: dict[str, Kernel]) -> Kernel:
+    return kernels[request.param]
 
 
-def matrices(m: int, n: int, k: int, seed: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def close(got: np.ndarray, a: np.ndarray, bt: np.ndarray, *added: np.ndarray | None) -> bool:
+    """Within the worst case of a float32 sum: (k + 4) units of sum |a b| (+ |c| + |bias|)."""
+    exact = a.astype(np.float64) @ bt.astype(np.float64).T
+    size = np.abs(a).astype(np.float64) @ np.abs(bt).astype(np.float64).T
+    for term in added:
+        if term is not None:
+            exact, size = exact + term, size + np.abs(term)
+    return bool((np.abs(got - exact) <= (a.shape[1] + 4) * 2.0**-24 * size + 1e-44 * a.shape[1]).all())
+
+
+def matrices(m: int, n: int, k: int, seed: int, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    a, b, c = (random.standard_normal(shape, dtype=np.float32) for shape in ((m, k), (k, n), (m, n)))
-    return a * np.float32(scale), b, c
+    a, bt = (random.standard_normal(shape, dtype=np.float32) for shape in ((m, k), (n, k)))
+    return a * np.float32(scale), bt
 
 
-def test_two_builds_are_the_same_bytes(wasm: bytes, tmp_path: Path) -> None:
-    assert build(tmp_path / "again.wasm") == wasm
-    assert wasm.startswith(b"\0asm")
+def operands(m: int, n: int, k: int, seed: int, types: tuple[str, str] = ("f32", "f32")) -> tuple[Matrix, Matrix]:
+    a, bt = matrices(m, n, k, seed)
+    return Matrix.of(types[0], a), Matrix.of(types[1], bt)
 
 
-def test_module_imports_nothing(wasm: bytes) -> None:
-    assert list(Module(Engine(), wasm).imports) == []
+def test_two_builds_are_the_same_bytes(modules: dict[str, bytes], tmp_path: Path) -> None:
+    assert build(tmp_path) == modules
+    assert len(set(modules.values())) == len(BUILDS)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_module_imports_nothing_and_needs_no_more_than_its_name_says(modules: dict[str, bytes], name: str) -> None:
+    config = Config()
+    config.wasm_relaxed_simd = name == "relaxed"
+    config.wasm_simd = name != "scalar"
+    assert list(Module(Engine(config), modules[name]).imports) == []
 
 
 side = st.integers(1, 140)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    m=side, n=side, k=st.integers(1, 600), a_along=st.booleans(), b_along=st.booleans(), accumulate=st.booleans(),
+    m=side, n=side, k=st.integers(1, 600), types=st.tuples(*[st.sampled_from(TYPES)] * 2),
+    along=st.tuples(st.booleans(), st.booleans()), accumulate=st.booleans(), biased=st.booleans(),
     pad=st.integers(0, 5), seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1.0, 1e-20, 1e18]),
 )  # fmt: skip
-def test_any_shape_and_layout(
-    kernel: Kernel,
+def test_any_shape_layout_and_type(
+    kernels: dict[str, Kernel],
     m: int,
     n: int,
     k: int,
-    a_along: bool,
-    b_along: bool,
+    types: tuple[str, str],
+    along: tuple[bool, bool],
     accumulate: bool,
+    biased: bool,
     pad: int,
     seed: int,
     scale: float,
 ) -> None:
-    a, b, c = matrices(m, n, k, seed, scale)
-    got = kernel.multiply(a, b, c, a_along=a_along, b_along=b_along, accumulate=accumulate, pad=pad)
-    assert close(got, a, b, c if accumulate else None)
+    random = np.random.default_rng(seed)
+    a, bt = matrices(m, n, k, seed, 1.0 if types[0] == "f16" else scale)
+    left, right = Matrix.of(types[0], a), Matrix.of(types[1], bt)
+    c = random.standard_normal((m, n), dtype=np.float32) if accumulate else None
+    bias = random.standard_normal(n, dtype=np.float32) if biased else None
+    products = {}
+    for name, kernel in kernels.items():
+        products[name] = kernel.multiply(left, right, c=c, bias=bias, along=along, pad=pad)
+        assert close(products[name], left.values, right.values, c, bias), name
+    assert np.array_equal(products["strict"], products["scalar"])
+
+
+@pytest.mark.parametrize("types", [(x, y) for x in TYPES for y in TYPES])
+def test_every_pair_of_types(kernel: Kernel, types: tuple[str, str]) -> None:
+    a, bt = operands(37, 45, 301, 5, types)
+    assert close(kernel.multiply(a, bt), a.values, bt.values)
 
 
 @pytest.mark.parametrize(
@@ -131,78 +210,99 @@ def test_any_shape_and_layout(
         (1, 384, 257),
         (257, 1, 384),
         (61, 513, 257),
-        (120, 1030, 512),
-        (5, 8, 256),
+        (121, 1030, 520),
+        (6, 8, 256),
     ],
 )
 def test_either_side_of_every_block(kernel: Kernel, m: int, n: int, k: int) -> None:
-    a, b, c = matrices(m, n, k, seed=m * n + k)
-    for accumulate in (False, True):
-        got = kernel.multiply(a, b, c, a_along=True, b_along=True, accumulate=accumulate, pad=0)
-        assert close(got, a, b, c if accumulate else None)
+    a, bt = operands(m, n, k, seed=m * n + k)
+    c = np.random.default_rng(1).standard_normal((m, n), dtype=np.float32)
+    bias = np.random.default_rng(2).standard_normal(n, dtype=np.float32)
+    assert close(kernel.multiply(a, bt), a.values, bt.values)
+    assert close(kernel.multiply(a, bt, c=c, bias=bias), a.values, bt.values, c, bias)
 
 
 def test_layouts_give_the_same_bits(kernel: Kernel) -> None:
-    a, b, c = matrices(77, 91, 301, seed=1)
-    products = [
-        kernel.multiply(a, b, c, a_along=along_a, b_along=along_b, accumulate=False, pad=pad)
-        for along_a in (False, True)
-        for along_b in (False, True)
-        for pad in (0, 3)
-    ]
+    a, bt = operands(77, 91, 301, seed=1)
+    layouts = [((x, y), pad) for x in (False, True) for y in (False, True) for pad in (0, 3)]
+    products = [kernel.multiply(a, bt, along=along, pad=pad) for along, pad in layouts]
     assert all(np.array_equal(product, products[0]) for product in products)
 
 
-def test_without_accumulate_old_contents_do_not_matter(kernel: Kernel) -> None:
-    a, b, c = matrices(9, 9, 300, seed=2)
-    c[...] = np.nan
-    got = kernel.multiply(a, b, c, a_along=True, b_along=True, accumulate=False, pad=0)
-    assert close(got, a, b, None)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_not_finite_reaches_exactly_its_row_and_column(kernel: Kernel, value: float) -> None:
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_not_finite_reaches_exactly_its_row_and_column(kernel: Kernel, dtype: str, value: float) -> None:
     m, n, k = 13, 19, 270
-    a, b, c = matrices(m, n, k, seed=3)
+    a, bt = matrices(m, n, k, seed=3)
     a[6, 261] = value
-    b[5, 11] = value
-    with np.errstate(invalid="ignore"):
-        got = kernel.multiply(a, b, c, a_along=True, b_along=True, accumulate=False, pad=0)
+    bt[11, 5] = value
+    left, right = Matrix.of(dtype, a), Matrix.of(dtype, bt)
+    got = kernel.multiply(left, right)
     touched = np.zeros((m, n), bool)
     touched[6, :] = touched[:, 11] = True
     assert not np.isfinite(got[touched]).any()
     assert np.isfinite(got[~touched]).all()
     rows, columns = np.arange(m) != 6, np.arange(n) != 11
-    assert close(got[rows][:, columns], a[rows], b[:, columns], None)
+    assert close(got[rows][:, columns], left.values[rows], right.values[columns])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("along", [True, False])
+def test_every_value_of_a_narrow_type_is_exact(kernel: Kernel, dtype: str, along: bool) -> None:
+    """All 65,536, as a column of A against a one: subnormals, infinities and NaN included."""
+    stored = np.arange(65536, dtype=np.uint16)
+    if dtype == "f16":
+        values = stored.view(np.float16).astype(np.float32)
+    else:
+        values = (stored.astype(np.uint32) << 16).view(np.float32)
+    a = Matrix(dtype, stored.view(STORED[dtype]).reshape(-1, 4), None, values.reshape(-1, 4))
+    for column in range(4):  # four elements of a line are packed together, so all four places are asked
+        # With zeros beside the one, a row with an infinity would become NaN; so the others of its row are cleared.
+        only = a.stored.copy()
+        only[:, np.arange(4) != column] = 0
+        got = kernel.multiply(
+            Matrix(dtype, only, None, a.values), Matrix.of("f32", np.eye(4, dtype=np.float32)[column : column + 1]),
+            along=(along, True),
+        )[:, 0]  # fmt: skip
+        assert np.array_equal(got, a.values[:, column], equal_nan=True)
+
+
+def test_every_int8_is_scaled_by_its_line_and_block(kernel: Kernel) -> None:
+    stored = np.zeros((256, 300), np.int8)
+    stored[:, 140] = np.arange(-128, 128)
+    scales = np.random.default_rng(1).uniform(0.1, 9, (256, 3)).astype(np.float32)
+    a = Matrix("i8", stored, scales, stored.astype(np.float32))
+    got = kernel.multiply(a, Matrix.of("f32", np.ones((1, 300), np.float32)))[:, 0]
+    assert np.array_equal(got, stored[:, 140].astype(np.float32) * scales[:, 1])
 
 
 NODE = """
 import { readFileSync } from "node:fs";
-import { Kernel } from "%s";
 const { wasm, m, n, k } = JSON.parse(process.argv[1]);
-const kernel = new Kernel(new WebAssembly.Module(readFileSync(wasm)), 1 << 28);
-const input = new Float32Array(new Uint8Array(readFileSync(0)).buffer);
-const { heap } = kernel;
-const [a, b, c] = [m * k, n * k, m * n].map((count) => heap.alloc(4 * count));
-heap.floats(a, m * k).set(input.subarray(0, m * k));
-heap.floats(b, n * k).set(input.subarray(m * k));
-kernel.multiply(m, n, k, a, b, c);
-process.stdout.write(Buffer.from(heap.memory.buffer, c, 4 * m * n));
+const { exports } = new WebAssembly.Instance(new WebAssembly.Module(readFileSync(wasm)));
+exports.memory.grow(64);
+const round = (x) => Math.ceil(x / 16) * 16;
+const scratch = round(exports.__heap_base.value);
+const a = round(scratch + exports.gemm_scratch_bytes()), b = round(a + 4 * m * k), c = round(b + 4 * n * k);
+const input = readFileSync(0);
+new Uint8Array(exports.memory.buffer, a).set(input.subarray(0, 4 * m * k));
+new Uint8Array(exports.memory.buffer, b).set(input.subarray(4 * m * k));
+exports.gemm(m, n, k, a, k, 1, 0, 0, b, k, 1, 0, 0, c, n, 0, 0, scratch);
+process.stdout.write(Buffer.from(exports.memory.buffer, c, 4 * m * n));
 """
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(33, 65, 700), (7, 3, 5), (128, 128, 256)])
+@pytest.mark.parametrize("name", ["strict", "scalar"])
 def test_wasmtime_and_node_agree_to_the_last_bit(
-    kernel: Kernel, wasm: bytes, tmp_path: Path, m: int, n: int, k: int
+    kernels: dict[str, Kernel], modules: dict[str, bytes], tmp_path: Path, name: str, m: int, n: int, k: int
 ) -> None:
-    a, b, c = matrices(m, n, k, seed=9)
-    mine = kernel.multiply(a, b, c, a_along=True, b_along=True, accumulate=False, pad=0)
+    a, bt = operands(m, n, k, seed=9)
     path = tmp_path / "gemm.wasm"
-    path.write_bytes(wasm)
-    script = NODE % (ROOT / "web" / "static" / "js" / "wasm_kernel.js").as_uri()
+    path.write_bytes(modules[name])
     arguments = json.dumps({"wasm": str(path), "m": m, "n": n, "k": k})
     done = subprocess.run(
-        ["node", "--input-type=module", "-e", script, arguments],
-        input=a.tobytes() + np.ascontiguousarray(b.T).tobytes(), capture_output=True, timeout=60, check=True,
+        ["node", "--input-type=module", "-e", NODE, arguments],
+        input=a.stored.tobytes() + bt.stored.tobytes(), capture_output=True, timeout=60, check=True,
     )  # fmt: skip
-    assert done.stdout == mine.tobytes()
+    assert done.stdout == kernels[name].multiply(a, bt).tobytes()
