@@ -43,7 +43,7 @@ from tileweave.protocol.messages import (
 
 WEB = Path(__file__).resolve().parents[2] / "web"
 DEADLINE_S = 60.0
-MIME = {".js": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".svg": "image/svg+xml"}
+MIME = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".svg": "image/svg+xml"}
 LIMITS = Limits(
     frame_bytes_max=1 << 20,
     panel_bytes_max=64 << 20,

@@ -11,9 +11,9 @@ const LIMITS = {
 const IDENTITY = { device: "d1", secret: "0123456789abcdef" };
 
 /** A session that has been welcomed, and the means to talk to it. `sent`, `did`: what it wanted since the last look. */
-function device({ workers = 1, capacityBytes = 1 << 20, identity = IDENTITY, welcome = true } = {}) {
+function device({ workers = 1, depth = 1, capacityBytes = 1 << 20, identity = IDENTITY, welcome = true } = {}) {
   const session = new Session({
-    workers, capacityBytes, identity, name: "n", visible: true, random: () => 0,
+    workers, depth, capacityBytes, identity, name: "n", visible: true, random: () => 0,
     claims: { kernel: "k", flops: 1e9, agent: "test" },
   });
   const self = {

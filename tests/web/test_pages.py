@@ -53,7 +53,7 @@ DEVICE: dict[str, Any] = {
     "state": "ready",
     "reason": "",
     "job": "job-1",
-    "kernel": "wasm-simd128",
+    "kernel": "wasm-relaxed",
     "workers": 4,
     "flops": 1.2e11,
     "down_bps": 6.1e7,

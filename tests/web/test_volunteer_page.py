@@ -16,6 +16,7 @@ from tileweave.protocol.messages import Bye, Drop, Limits, Need, Revoke, Status
 
 pytestmark = pytest.mark.browser
 MIB = 1 << 20
+WEB = Path(__file__).resolve().parents[2] / "web"
 Device = Any
 WebServer = Any
 
@@ -59,7 +60,7 @@ def test_nothing_runs_before_the_click(page: Page, server: WebServer) -> None:
 def test_profile_and_status(page: Page, server: WebServer) -> None:
     device = start(page, server)
     profile = device.hello.profile
-    assert profile.kernel == "wasm-simd128"
+    assert profile.kernel in ("wasm-relaxed", "wasm-strict"), "a software GPU, scalar code and Python are slower"
     assert profile.flops > 1e8
     assert 32 * MIB < profile.memory_bytes <= 512 * MIB
     assert profile.workers == 1
@@ -321,17 +322,60 @@ def test_the_page_says_why_it_stopped_or_waits(page: Page, server: WebServer, co
     expect(page.get_by_role("button", name="Reload the page")).to_be_visible(visible=code == "reload")
 
 
-def test_a_wrong_kernel_is_not_used(page: Page, server: WebServer) -> None:
-    path = "/static/wasm/gemm_simd128.wasm"
-    wasm = (Path(__file__).parents[2] / "web" / path.lstrip("/")).read_bytes()
-    add, subtract = b"\xfd\xe4\x01", b"\xfd\xe5\x01"
-    assert wasm.count(add) > 4
-    server.overrides[path] = wasm.replace(add, subtract)
+RELAXED_MADD, RELAXED_NMADD = b"\xfd\x85\x02", b"\xfd\x86\x02"
+ADD, SUBTRACT = b"\xfd\xe4\x01", b"\xfd\xe5\x01"
+
+
+def broken(build: str, good: bytes, bad: bytes) -> bytes:
+    """A build of the kernel whose products are wrong: one instruction stands for another."""
+    wasm = (WEB / "static" / "wasm" / f"gemm_{build}.wasm").read_bytes()
+    assert wasm.count(good) > 4
+    return wasm.replace(good, bad)
+
+
+def test_a_wrong_kernel_is_dropped_and_the_page_says_why(page: Page, server: WebServer) -> None:
+    server.overrides["/static/wasm/gemm_relaxed.wasm"] = broken("relaxed", RELAXED_MADD, RELAXED_NMADD)
+    device = start(page, server)
+    assert device.hello.profile.kernel == "wasm-strict"
+    page.get_by_text("what else was tried").click()
+    expect(page.get_by_text("WebAssembly with relaxed SIMD: not used: wrong product")).to_be_visible()
+
+
+def test_without_any_right_kernel_the_device_does_not_join(page: Page, server: WebServer) -> None:
+    server.overrides["/static/wasm/gemm_relaxed.wasm"] = broken("relaxed", RELAXED_MADD, RELAXED_NMADD)
+    wrong = broken("strict", ADD, SUBTRACT)
+    server.overrides["/static/wasm/gemm_strict.wasm"] = server.overrides["/static/wasm/gemm_scalar.wasm"] = wrong
+    server.overrides["/static/vendor/pyodide/pyodide.mjs"] = b"throw new Error('no Pyodide')"
     page.goto(server.url)
     page.get_by_role("button", name="Start computing").click()
     expect(page.locator("#state")).to_have_text("This device cannot help")
     expect(page.locator("#why")).to_contain_text("wrong product")
+    expect(page.locator("#why")).to_contain_text("pyodide:")
     assert server.hellos == 0
+
+
+@pytest.mark.parametrize("kernel", ["wasm-relaxed", "wasm-strict", "wasm-scalar"])
+def test_the_address_can_force_a_kernel(page: Page, server: WebServer, kernel: str) -> None:
+    page.goto(f"{server.url}/?kernel={kernel}&threads=2")
+    page.get_by_role("button", name="Start computing").click()
+    device = server.device()
+    assert device.hello.profile.kernel == kernel
+    assert device.hello.profile.workers == 2
+    a, bt = matrix(300, 70, 1), matrix(200, 70, 2)
+
+    async def tile() -> np.ndarray:
+        await device.panel("a", a)
+        await device.panel("b", bt)
+        await device.lease(1, 300, 200, 70, "a", "b")
+        return (await device.result())[1]
+
+    check(server.run(tile()), a, bt)
+
+
+def test_an_unknown_kernel_is_refused_in_words(page: Page, server: WebServer) -> None:
+    page.goto(f"{server.url}/?kernel=abacus")
+    page.get_by_role("button", name="Start computing").click()
+    expect(page.locator("#why")).to_contain_text("no such kernel")
 
 
 def test_a_second_tab_does_not_compute(page: Page, server: WebServer) -> None:

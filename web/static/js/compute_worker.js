@@ -1,21 +1,28 @@
 /**
- * A compute Worker: receives panels and tiles from the net Worker, computes, hands the products back.
+ * A compute Worker: receives panels and tiles from the net Worker, has its engine compute, hands the products back.
  *
- * While a kernel runs this Worker hears nothing. So a tile is not computed in the handler of its message: it is queued
+ * While a WASM kernel runs this Worker hears nothing. So a tile is not computed in the handler of its message: it is queued
  * and the Worker sends itself a message, behind which every REVOKE that has arrived meanwhile is read first. Driven by
  * messages alone: browsers slow timers in hidden tabs, not messages.
+ *
+ * When its engine is gone (a GPU that does not come back) or no longer proves right, the Worker chooses another for the rest
+ * of the session; what it was computing is asked for again, panels included.
  */
-import { KERNEL_NAME } from "./device_limits.js";
-import { prove, speed } from "./kernel_check.js";
-import { MissingPanel, TileEngine } from "./tile_engine.js";
-import { OutOfMemory } from "./wasm_kernel.js";
+import { prove } from "./engines/check.js";
+import { choose } from "./engines/choice.js";
+import { EngineGone, MissingPanel, OutOfMemory } from "./engines/errors.js";
 
 /**
  * @typedef {import("./protocol.js").Lease} Lease
- * @typedef {{ is: "start", module: WebAssembly.Module, bytesMax: number }
- *   | { is: "panel", panel: string, bytes: Uint8Array<ArrayBuffer> }
- *   | { is: "tile", lease: Lease } | { is: "drop", panels: string[] } | { is: "revoke", leases: number[] }} Order
- * @typedef {{ is: "able", kernel: string, flops: number } | { is: "unable", reason: string }
+ * @typedef {import("../../types/engine.js").Engine} Engine
+ * @typedef {import("./engines/choice.js").Trial} Trial
+ * @typedef {{ kernels: string[], threads: number, cpuBytesMax: number, gpuBytesMax: number,
+ *   remembered: Record<string, string> }} Wish
+ * @typedef {{ is: "start", wish: Wish } | { is: "panel", panel: string, bytes: Uint8Array<ArrayBuffer> }
+ *   | { is: "tile", lease: Lease } | { is: "drop", panels: string[] } | { is: "revoke", leases: number[] }
+ *   | { is: "prove" }} Order
+ * @typedef {{ is: "able", kernel: string, depth: number, flops: number, trials: Trial[] } | { is: "unable", reason: string }
+ *   | { is: "remember", kernel: string, text: string }
  *   | { is: "computed", lease: number, bytes: Uint8Array<ArrayBuffer>, seconds: number, heapBytes: number }
  *   | { is: "failed", lease: number, code: "memory"|"kernel"|"panel", text: string, lost: string[] }
  *   | { is: "skipped", lease: number }} Answer
@@ -23,40 +30,111 @@ import { OutOfMemory } from "./wasm_kernel.js";
 
 const self_ = /** @type {import("../../types/worker.js").WorkerScope<Order, Answer>} */ (/** @type {unknown} */ (globalThis));
 const next = new MessageChannel();
-/** @type {TileEngine|null} */
+/** @type {Engine|null} */
 let engine = null;
+/** @type {Wish|null} */
+let wish = null;
+/** Kernels that failed in this session. @type {string[]} */
+const barred = [];
+/** Panels sent here and not dropped. @type {Set<string>} */
+const held = new Set();
+/** Those of them that went with an engine. @type {Set<string>} */
+const gone = new Set();
 /** @type {Lease[]} */
 const queue = [];
+let running = 0;
+let doubted = false;
 
 self_.onmessage = ({ data }) => {
-  if (data.is === "start") return begin(data.module, data.bytesMax);
-  if (!engine) return undefined;
   switch (data.is) {
-    case "panel": return engine.put(data.panel, data.bytes);
-    case "drop": return engine.drop(data.panels);
+    case "start": {
+      wish = data.wish;
+      return void change();
+    }
+    case "panel": return keep(data.panel, data.bytes);
+    case "drop": return drop(data.panels);
     case "tile": {
       queue.push(data.lease);
-      return next.port2.postMessage(null);
+      return wake();
     }
     case "revoke": return revoke(data.leases);
+    case "prove": {
+      doubted = true;
+      return wake();
+    }
   }
 };
 
+/** @param {string} panel @param {Uint8Array<ArrayBuffer>} bytes */
+function keep(panel, bytes) {
+  held.add(panel);
+  if (!engine) return void gone.add(panel);
+  gone.delete(panel);
+  engine.put(panel, bytes);
+}
+
+/** @param {string[]} panels */
+function drop(panels) {
+  engine?.drop(panels);
+  for (const panel of panels) {
+    held.delete(panel);
+    gone.delete(panel);
+  }
+}
+
+function wake() {
+  next.port2.postMessage(null);
+}
+
 next.port1.onmessage = () => {
-  const lease = queue.shift();
-  if (lease && engine) compute(engine, lease);
+  if (!engine) return; // change() wakes us when there is another
+  if (doubted) {
+    if (running === 0) void proveAgain(engine);
+  } else if (running < engine.depth) {
+    const lease = queue.shift();
+    if (lease) void compute(engine, lease);
+  }
 };
 
-/** @param {WebAssembly.Module} module @param {number} bytesMax */
-function begin(module, bytesMax) {
+/** Chooses an engine, the first or the next. */
+async function change() {
+  const { remembered, ...limits } = /** @type {Wish} */ (wish);
   try {
-    const made = new TileEngine(module, bytesMax);
-    prove(made);
-    self_.postMessage({ is: "able", kernel: KERNEL_NAME, flops: speed(made) });
-    engine = made;
+    const base = new URL("..", import.meta.url).href;
+    const chosen = await choose({ ...limits, barred }, (kernel) => ({
+      base, remembered: remembered[kernel] ?? null,
+      remember: (text) => self_.postMessage({ is: "remember", kernel, text }),
+    }));
+    engine = chosen.engine;
+    self_.postMessage({ is: "able", kernel: engine.kernel, depth: engine.depth, flops: chosen.flops, trials: chosen.trials });
+    queue.forEach(wake);
   } catch (error) {
     self_.postMessage({ is: "unable", reason: error instanceof Error ? error.message : String(error) });
   }
+}
+
+/** The server called a product wrong: is it the kernel? @param {Engine} current */
+async function proveAgain(current) {
+  running += 1;
+  try {
+    await prove(current);
+  } catch {
+    leave(current);
+  }
+  running -= 1;
+  doubted = false;
+  queue.forEach(wake);
+}
+
+/** Lets an engine go, once, and looks for another. @param {Engine} old */
+function leave(old) {
+  if (engine !== old) return;
+  engine = null;
+  barred.push(old.kernel);
+  /** @type {Wish} */ (wish).kernels = [];
+  held.forEach((panel) => gone.add(panel));
+  old.close();
+  void change();
 }
 
 /** @param {number[]} leases */
@@ -69,14 +147,29 @@ function revoke(leases) {
   }
 }
 
-/** @param {TileEngine} engine @param {Lease} lease */
-function compute(engine, lease) {
+/** @param {Engine} current @param {Lease} lease */
+async function compute(current, lease) {
+  running += 1;
   try {
-    const { bytes, seconds } = engine.compute(lease);
-    self_.postMessage({ is: "computed", lease: lease.lease, bytes, seconds, heapBytes: engine.memory.bytes }, [bytes.buffer]);
+    const missing = [lease.a, lease.b].filter((panel) => gone.has(panel));
+    if (missing.length) return fail(lease, "memory", "the panels went with the engine that held them", missing);
+    const { bytes, seconds } = await current.compute({ accuracy: "rowwise", ...lease });
+    const heapBytes = current.memory.bytes;
+    self_.postMessage({ is: "computed", lease: lease.lease, bytes, seconds, heapBytes }, [bytes.buffer]);
   } catch (error) {
-    const code = error instanceof OutOfMemory ? "memory" : error instanceof MissingPanel ? "panel" : "kernel";
     const text = error instanceof Error ? error.message : String(error);
-    self_.postMessage({ is: "failed", lease: lease.lease, code, text, lost: engine.takeLost() });
+    if (error instanceof EngineGone) {
+      leave(current);
+      fail(lease, "memory", text, [lease.a, lease.b]);
+    } else if (error instanceof OutOfMemory) fail(lease, "memory", text, current.takeLost());
+    else fail(lease, error instanceof MissingPanel ? "panel" : "kernel", text, current.takeLost());
+  } finally {
+    running -= 1;
+    if (queue.length) wake();
   }
+}
+
+/** @param {Lease} lease @param {"memory"|"kernel"|"panel"} code @param {string} text @param {string[]} lost */
+function fail({ lease }, code, text, lost) {
+  self_.postMessage({ is: "failed", lease, code, text, lost });
 }

@@ -1,6 +1,6 @@
 /** One device: what it is, what it does now, what it has given. */
 import { $, failed, link, repeat, show, text } from "./dom.js";
-import { bytes, credit, duration, gflops, moment, number, scaled } from "./format.js";
+import { bytes, credit, duration, gflops, kernelName, moment, number, scaled } from "./format.js";
 import { get, page } from "./rest.js";
 
 const REFRESH_MS = 2000;
@@ -29,7 +29,7 @@ async function refresh() {
   text("accepted", number(device.accepted));
   text("rejects", number(device.rejects));
   text("flops", device.flops === null ? "–" : `${gflops(device.flops)} GFLOP/s`);
-  text("kernel", device.kernel || "–");
+  text("kernel", device.kernel ? kernelName(device.kernel) : "–");
   text("workers", number(device.workers));
   text("link", `${rate(device.down_bps)} / ${rate(device.up_bps)}`);
   text("rtt", duration(device.rtt_s));

@@ -4,7 +4,6 @@
  * Browsers round these numbers, hide them, or report nonsense; every claim is clamped, and a missing one has a default.
  */
 
-export const KERNEL_NAME = "wasm-simd128";
 const MIB = 1 << 20;
 const MEMORY_BYTES_MAX = 512 * MIB;
 const MEMORY_BYTES_MIN = 64 * MIB;
@@ -39,9 +38,9 @@ export function memoryBytes(deviceMemoryGib) {
 /**
  * How the bytes are shared out: each Worker's heap gets an equal part, and so does the net Worker, for results on their
  * way. What the server may fill is one heap, because every Worker may come to need every panel.
- * @param {number} bytes @param {number} threads
+ * @param {number} bytes @param {number} workers
  */
-export function shares(bytes, threads) {
-  const heapBytesMax = Math.floor(bytes / (threads + 1));
+export function shares(bytes, workers) {
+  const heapBytesMax = Math.floor(bytes / (workers + 1));
   return { heapBytesMax, capacityBytes: Math.max(1, heapBytesMax - HEAP_RESERVE_BYTES) };
 }

@@ -33,6 +33,15 @@ export const memory = (value) => (known(value) ? `${number(value / 2 ** 20)} MiB
 /** GFLOP/s without the unit. @param {Maybe} flops */
 export const gflops = (flops) => (known(flops) ? number(flops / 1e9) : DASH);
 
+const KERNELS = /** @type {Record<string, string>} */ ({
+  "wasm-relaxed": "WebAssembly with relaxed SIMD", "wasm-strict": "WebAssembly with SIMD", "wasm-scalar": "WebAssembly without SIMD",
+  webgpu: "WebGPU", pyodide: "WebAssembly inside Pyodide", python: "Python in Pyodide", "native-torch": "native, torch",
+  "native-numpy": "native, NumPy",
+});
+
+/** A kernel as people call it. @param {string} kernel */
+export const kernelName = (kernel) => KERNELS[kernel] ?? kernel;
+
 /** Small credit is shown too: the first tile must be seen to count. @param {Maybe} cobblestones */
 export function credit(cobblestones) {
   if (!known(cobblestones)) return DASH;

@@ -7,20 +7,24 @@
  * for it.
  */
 import { shares } from "./device_limits.js";
+import { alone } from "./engines/choice.js";
 import { decode, encode, ProtocolError } from "./protocol.js";
 import { Session } from "./session.js";
 
 const TICK_MS = 500;
 
 /**
- * @typedef {{ url: string, wasmUrl: string, threads: number, memoryBytes: number, name: string, agent: string,
- *   identity: import("./session.js").Identity|null, visible: boolean }} StartOptions
+ * @typedef {{ url: string, threads: number, memoryBytes: number, name: string, agent: string,
+ *   identity: import("./session.js").Identity|null, visible: boolean, kernels: string[],
+ *   remembered: Record<string, string> }} StartOptions kernels: only these; none: any. remembered: by engines, by kernel
  * @typedef {{ is: "start", options: StartOptions } | { is: "visible", visible: boolean }
  *   | { is: "stop", reason: string }} Wish
- * @typedef {ReturnType<Session["view"]> & { kernelFlops: number, heapBytes: number, sentBytes: number,
+ * @typedef {ReturnType<Session["view"]> & { kernel: string, kernelFlops: number, trials: Trial[], heapBytes: number, sentBytes: number,
  *   receivedBytes: number }} View
  * @typedef {{ is: "view", view: View } | { is: "identity", identity: import("./session.js").Identity|null, name: string }
- *   | { is: "unable", reason: string }} News
+ *   | { is: "remember", kernel: string, text: string } | { is: "unable", reason: string }} News
+ * @typedef {import("./engines/choice.js").Trial} Trial
+ * @typedef {Extract<Answer, { is: "able" }>} Able
  * @typedef {import("./compute_worker.js").Answer} Answer
  * @typedef {import("./compute_worker.js").Order} Order
  */
@@ -36,8 +40,10 @@ let socket = null;
 let workers = [];
 /** @type {number[]} */
 let heapBytes = [];
-let url = "";
-let kernelFlops = 0;
+/** What each Worker computes with. @type {Able[]} */
+let able = [];
+/** @type {StartOptions} */
+let options;
 let sentBytes = 0;
 let receivedBytes = 0;
 
@@ -52,17 +58,18 @@ self_.onmessage = ({ data }) => {
   }
 };
 
-/** Compiles the kernel, proves it in every Worker, then connects. @param {StartOptions} options */
-async function begin(options) {
-  url = options.url;
-  const { heapBytesMax, capacityBytes } = shares(options.memoryBytes, options.threads);
+/** The first Worker chooses the kernel, as many more as that has use for follow; then it connects. @param {StartOptions} given */
+async function begin(given) {
+  options = given;
   try {
-    const module = await compile(options.wasmUrl);
-    const claims = await Promise.all(Array.from({ length: options.threads }, (_, index) => hire(index, module, heapBytesMax)));
-    kernelFlops = claims.reduce((sum, claim) => sum + claim.flops, 0);
+    const first = await hire(0, options.kernels);
+    const { kernel, depth } = first;
+    const count = alone(kernel) ? 1 : options.threads;
+    await Promise.all(Array.from({ length: count - 1 }, (_, index) => hire(index + 1, [kernel])));
+    const { capacityBytes } = shares(options.memoryBytes, count);
     session = new Session({
-      workers: options.threads, capacityBytes, name: options.name, identity: options.identity, visible: options.visible,
-      claims: { kernel: claims[0].kernel, flops: kernelFlops, agent: options.agent.slice(0, 300) }, random: Math.random,
+      workers: count, depth, capacityBytes, name: options.name, identity: options.identity, visible: options.visible,
+      claims: { kernel, flops: flops(), agent: options.agent.slice(0, 300) }, random: Math.random,
     });
   } catch (error) {
     workers.forEach((worker) => worker.terminate());
@@ -76,39 +83,40 @@ async function begin(options) {
   tell();
 }
 
-/** @param {string} wasmUrl */
-async function compile(wasmUrl) {
-  const response = await fetch(wasmUrl);
-  if (!response.ok) throw new Error(`the kernel could not be loaded: ${response.status} ${response.statusText}`);
-  try {
-    return await WebAssembly.compile(await response.arrayBuffer());
-  } catch (error) {
-    throw new Error(`this browser cannot run the kernel (it needs WebAssembly SIMD): ${error}`);
-  }
+/** FLOP/s of all Workers, as each measured alone. */
+function flops() {
+  return able.reduce((sum, each) => sum + each.flops, 0);
 }
 
 /**
- * Starts a compute Worker; resolves when it has proved its kernel.
- * @param {number} index @param {WebAssembly.Module} module @param {number} bytesMax
- * @returns {Promise<{ kernel: string, flops: number }>}
+ * Starts a compute Worker; resolves when it has chosen and proved its kernel.
+ * @param {number} index @param {string[]} kernels that it may choose from; none: any
+ * @returns {Promise<Able>}
  */
-function hire(index, module, bytesMax) {
+function hire(index, kernels) {
   const worker = new Worker(new URL("./compute_worker.js", import.meta.url), { type: "module" });
   workers[index] = worker;
   heapBytes[index] = 0;
   return new Promise((resolve, reject) => {
     worker.onerror = (event) => reject(new Error(`a compute Worker failed: ${event.message}`));
     worker.onmessage = (/** @type {MessageEvent<Answer>} */ { data }) => {
-      if (data.is === "able") resolve(data);
-      else if (data.is === "unable") reject(new Error(`the kernel is not used on this device: ${data.reason}`));
-      else answer(index, data);
+      if (data.is === "able") {
+        able[index] = data; // again when its engine was lost and it chose another
+        resolve(data);
+      } else if (data.is === "unable") {
+        reject(new Error(`no kernel works on this device: ${data.reason}`));
+        carryOut(session?.stop(`no kernel works on this device any more: ${data.reason}`));
+      } else answer(index, data);
     };
-    order(index, { is: "start", module, bytesMax });
+    const { threads, memoryBytes, remembered } = options;
+    const cpuBytesMax = shares(memoryBytes, threads).heapBytesMax, gpuBytesMax = shares(memoryBytes, 1).heapBytesMax;
+    order(index, { is: "start", wish: { kernels, threads, cpuBytesMax, gpuBytesMax, remembered } });
   });
 }
 
 /** @param {number} index @param {Answer} data */
 function answer(index, data) {
+  if (data.is === "remember") return self_.postMessage(data);
   if (!session) return;
   if (data.is === "computed") {
     heapBytes[index] = data.heapBytes;
@@ -137,13 +145,14 @@ function carryOut(effects = []) {
       case "tile": order(effect.worker, { is: "tile", lease: effect.lease }); break;
       case "drop": workers.forEach((_, index) => order(index, { is: "drop", panels: effect.panels })); break;
       case "revoke": order(effect.worker, { is: "revoke", leases: effect.leases }); break;
+      case "prove": workers.forEach((_, index) => order(index, { is: "prove" })); break;
       case "identity": self_.postMessage({ is: "identity", identity: effect.identity, name: effect.name }); break;
     }
   }
 }
 
 function connect() {
-  const opened = new WebSocket(url);
+  const opened = new WebSocket(options.url);
   opened.binaryType = "arraybuffer";
   socket = opened;
   const mine = (/** @type {() => import("./session.js").Effect[]|undefined} */ event) => {
@@ -193,7 +202,10 @@ let told = -Infinity;
 /** Tells the page, at most ten times a second unless the state changed. */
 function tell() {
   if (!session) return;
-  const view = { ...session.view(now()), kernelFlops, sentBytes, receivedBytes, heapBytes: heapBytes.reduce((a, b) => a + b, 0) };
+  const view = {
+    ...session.view(now()), kernel: able[0].kernel, kernelFlops: flops(), trials: able[0].trials, sentBytes, receivedBytes,
+    heapBytes: heapBytes.reduce((a, b) => a + b, 0),
+  };
   if (now() - told < 0.1 && view.state === "ready") return;
   told = now();
   self_.postMessage({ is: "view", view });

@@ -5,7 +5,7 @@
  * them: copied while another Worker might still need them, handed over once every other Worker has its own. So one panel
  * is never in memory more often than there are Workers, and with one Worker it exists exactly once, in the WASM heap.
  *
- * `capacityBytes` counts each panel once, and `reserveBytes`, the largest product that is being computed; it is what the
+ * `capacityBytes` counts each panel once, and `reserveBytes`, the largest products that are being computed; it is what the
  * server is told. Beyond it the panel used longest ago goes, but never one that a lease still needs: then the newcomer is
  * refused, and its lease fails with code "memory".
  */

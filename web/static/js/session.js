@@ -10,7 +10,7 @@
  * Leases that a lost connection leaves behind are the server's to give again; finished results (uploads.js) are ours to
  * send again.
  *
- * Left out: panels and which Worker does what (tiles.js), kernels (tile_engine.js), the page (volunteer.js).
+ * Left out: panels and which Worker does what (tiles.js), kernels (engines/), the page (volunteer.js).
  */
 import { ProtocolError } from "./protocol.js";
 import { Tiles } from "./tiles.js";
@@ -32,7 +32,7 @@ const HELLO_LEASES_MAX = 64;
  * @typedef {import("./protocol.js").Lease} Lease
  * @typedef {{ device: string, secret: string }} Identity
  * @typedef {{ kernel: string, flops: number, agent: string }} Claims
- * @typedef {{ workers: number, capacityBytes: number, claims: Claims, name: string, identity: Identity|null,
+ * @typedef {{ workers: number, depth: number, capacityBytes: number, claims: Claims, name: string, identity: Identity|null,
  *   visible: boolean, random: () => number }} Options `random`: uniform in [0, 1)
  * @typedef {"connecting"|"greeting"|"ready"|"waiting"|"stopped"} State
  * @typedef {{ do: "connect" } | { do: "close" }
@@ -41,6 +41,7 @@ const HELLO_LEASES_MAX = 64;
  *   | { do: "tile", worker: number, lease: Lease }
  *   | { do: "drop", panels: string[] }
  *   | { do: "revoke", worker: number, leases: number[] }
+ *   | { do: "prove" }
  *   | { do: "identity", identity: Identity|null, name: string }} Effect
  */
 
@@ -69,7 +70,7 @@ export class Session {
   /** @param {Options} options */
   constructor(options) {
     this.options = { ...options };
-    this.#tiles = new Tiles(options.capacityBytes, options.workers, {
+    this.#tiles = new Tiles(options.capacityBytes, options.workers, options.depth, {
       emit: (effect) => this.#effects.push(effect),
       fail: (lease, code, text) => this.#fail(lease, code, text),
     });
@@ -346,6 +347,7 @@ export class Session {
     } else if (verdict === "rejected") {
       this.#totals.rejected += 1;
       this.#reason = reason;
+      this.#effects.push({ do: "prove" });
     } else this.#totals.late += 1;
     this.#advance();
   }

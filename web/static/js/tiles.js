@@ -7,8 +7,6 @@
  */
 import { PanelIndex } from "./panel_index.js";
 
-const LEASES_PER_WORKER = 2; // one that runs and one that is next, so that a Worker never waits for the net
-
 /**
  * @typedef {import("./protocol.js").Lease} Lease
  * @typedef {{ message: Lease, worker: number, revoked: boolean, retried: boolean }} Held worker -1: queued
@@ -21,10 +19,12 @@ export class Tiles {
   #leases = new Map();
   /** Leases handed to each Worker. @type {number[]} */
   #busy;
+  #depth;
   #out;
 
-  /** @param {number} capacityBytes @param {number} workers @param {Out} out */
-  constructor(capacityBytes, workers, out) {
+  /** @param {number} capacityBytes @param {number} workers @param {number} depth tiles a Worker runs at once @param {Out} out */
+  constructor(capacityBytes, workers, depth, out) {
+    this.#depth = depth;
     this.panels = new PanelIndex(capacityBytes, workers);
     this.#busy = Array(workers).fill(0);
     this.#out = out;
@@ -136,7 +136,8 @@ export class Tiles {
       return this.#give(held, "panel", `panels ${a.rows} x ${a.k} and ${b.rows} x ${b.k} for ${batch} x ${m} x ${n} x ${k}`);
     }
     const missing = (/** @type {number} */ worker) => [a, b].reduce((sum, p) => sum + (p.workers.has(worker) ? 0 : p.size), 0);
-    const free = this.#busy.map((_, worker) => worker).filter((worker) => this.#busy[worker] < LEASES_PER_WORKER)
+    // What runs and one that is next, so that a Worker never waits for the net.
+    const free = this.#busy.map((_, worker) => worker).filter((worker) => this.#busy[worker] <= this.#depth)
       .filter((worker) => this.panels.reaches(a, worker) && this.panels.reaches(b, worker))
       .sort((x, y) => this.#busy[x] - this.#busy[y] || missing(x) - missing(y));
     if (!free.length) return;
@@ -150,10 +151,10 @@ export class Tiles {
     this.#out.emit({ do: "tile", worker, lease: message });
   }
 
-  /** Keeps room for the largest product that is being computed; a Worker computes one at a time. */
+  /** Keeps room for the largest products that a Worker may be computing. */
   #reserve() {
     const running = [...this.#leases.values()].filter((held) => held.worker >= 0);
-    this.panels.reserveBytes = Math.max(0, ...running.map(({ message: { batch, m, n } }) => 4 * batch * m * n));
+    this.panels.reserveBytes = this.#depth * Math.max(0, ...running.map(({ message: { batch, m, n } }) => 4 * batch * m * n));
     /** @type {string[]} */
     const evicted = [];
     this.panels.makeRoom(0, evicted);

@@ -3,11 +3,12 @@
  *
  * Only words and numbers here; sockets and kernels live in Workers (net_worker.js). Before the click no Worker exists.
  * For demos and benches on this machine, `?autostart=1&threads=N&name=X&throwaway=1` clicks by itself, on localhost
- * only; `throwaway` neither reads nor writes what this browser remembers.
+ * only; `throwaway` neither reads nor writes what this browser remembers. `?kernel=wasm-strict` (one of choice.js; may be
+ * repeated) lets only that kernel compute, anywhere.
  */
 import { memoryBytes, threadsChosen, threadsMax } from "./device_limits.js";
-import { $, failed, input, link, repeat, show, text, words } from "./dom.js";
-import { bytes, cobblestones, credit, duration, gflops, memory, number } from "./format.js";
+import { $, failed, input, link, make, repeat, show, text, words } from "./dom.js";
+import { bytes, cobblestones, credit, duration, gflops, kernelName, memory, number } from "./format.js";
 import { jobItem, jobTitle } from "./job_list.js";
 import { get, page } from "./rest.js";
 
@@ -16,7 +17,8 @@ const STOPPED = "You stopped it: nothing runs on this device now.";
 const LOCK = "tileweave-device"; // one tab of a browser is one device
 
 /** @typedef {import("./net_worker.js").View} View */
-/** @typedef {{ identity: import("./session.js").Identity|null, threads: number|null, name: string }} Memory */
+/** @typedef {{ identity: import("./session.js").Identity|null, threads: number|null, name: string,
+ *   kernels: Record<string, string> }} Memory kernels: what engines asked to remember, by kernel */
 
 const query = new URLSearchParams(location.search);
 const local = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname) || location.hostname.endsWith(".localhost");
@@ -41,7 +43,7 @@ const titles = new Map();
 /** @returns {Memory} */
 function recall() {
   /** @type {Memory} */
-  const blank = { identity: null, threads: null, name: "" };
+  const blank = { identity: null, threads: null, name: "", kernels: {} };
   if (throwaway) return blank;
   try {
     const kept = JSON.parse(localStorage.getItem("tileweave") ?? "{}");
@@ -50,6 +52,7 @@ function recall() {
       identity: typeof device === "string" && typeof secret === "string" ? { device, secret } : null,
       threads: typeof kept.threads === "number" ? kept.threads : null,
       name: typeof kept.name === "string" ? kept.name.slice(0, 40) : "",
+      kernels: Object.fromEntries(Object.entries(kept.kernels ?? {}).filter(([, text]) => typeof text === "string")),
     };
   } catch {
     return blank; // storage is blocked, or holds something else
@@ -81,7 +84,7 @@ async function start() {
   remember({ threads, name: input("name").value.trim() });
   if (!(await onlyTab())) return ended("Already running in another tab", "One tab of a browser is one device; that tab goes on.");
   show("stop", true);
-  text("why", "Proving the kernel on this device and measuring it.");
+  text("why", "Proving the kernels on this device and measuring them.");
   text("heap", memory(0));
   net = new Worker(new URL("./net_worker.js", import.meta.url), { type: "module" });
   net.onmessage = ({ data }) => hear(data);
@@ -91,7 +94,7 @@ async function start() {
   tell({
     is: "start",
     options: {
-      url: socket.href, wasmUrl: new URL("/static/wasm/gemm_simd128.wasm", location.href).href, threads, memoryBytes: lent,
+      url: socket.href, threads, memoryBytes: lent, kernels: query.getAll("kernel"), remembered: remembered.kernels,
       name: remembered.name, identity: remembered.identity, agent: navigator.userAgent, visible: !document.hidden,
     },
   });
@@ -138,6 +141,7 @@ async function onlyTab() {
 
 /** @param {import("./net_worker.js").News} news */
 function hear(news) {
+  if (news.is === "remember") return remember({ kernels: { ...remembered.kernels, [news.kernel]: news.text } });
   if (news.is === "unable") return ended("This device cannot help", news.reason);
   if (news.is === "identity") {
     remember({ identity: news.identity });
@@ -161,13 +165,23 @@ function draw(now) {
   text("tiles", number(now.tiles));
   text("credit", credit(cobblestones(now.flop)));
   drawTotal();
-  text("kernel", `${gflops(now.kernelFlops)} GFLOP/s`);
+  text("kernel", `${kernelName(now.kernel)}, ${gflops(now.kernelFlops)} GFLOP/s`);
+  drawTrials(now);
   text("data", `${bytes(now.receivedBytes)} / ${bytes(now.sentBytes)}`);
   text("heap", memory(now.heapBytes));
   link("device", `/devices/${encodeURIComponent(now.device)}`, now.device);
   link("job", `/jobs/${encodeURIComponent(now.job)}`, now.job && (titles.get(now.job) ?? now.job));
   show("no-job", !now.job);
   drawState(now);
+}
+
+/** What else was tried, and why it is not used. @param {View} now */
+function drawTrials({ kernel, trials }) {
+  const others = trials.filter((trial) => trial.kernel !== kernel);
+  show("trials", others.length > 0);
+  const outcome = (/** @type {import("./engines/choice.js").Trial} */ { flops, reason }) =>
+    flops ? `${gflops(flops)} GFLOP/s${reason && ` (${reason})`}` : `not used: ${reason}`;
+  $("trials-list").replaceChildren(...others.map((trial) => make("li", {}, `${kernelName(trial.kernel)}: ${outcome(trial)}`)));
 }
 
 /** @param {View} now */
@@ -228,17 +242,8 @@ function drawTotal() {
 function noteInsecure() {
   if (window.isSecureContext) return;
   text("notice", "This page came over plain http, so the browser withholds features from it: the lock that keeps two tabs " +
-    "apart, and faster kernels to come. Computing works. An https address or localhost gives everything.");
+    "apart, and the graphics processor. Computing works. An https address or localhost gives everything.");
   show("notice", true);
-}
-
-function noteSimd() {
-  // The smallest module that has a SIMD instruction in it.
-  const simd = new Uint8Array([0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11]);
-  if (typeof WebAssembly === "object" && WebAssembly.validate(simd)) return;
-  text("notice", "This browser has no WebAssembly SIMD, which the kernel needs. A current Firefox, Chrome, Edge or Safari has it.");
-  show("notice", true);
-  /** @type {HTMLButtonElement} */ ($("start")).disabled = true;
 }
 
 const threads = input("threads");
@@ -250,7 +255,6 @@ showThreads();
 input("name").value = (local && query.get("name")) || remembered.name;
 text("memory", memory(lent));
 noteInsecure();
-noteSimd();
 
 $("start").addEventListener("click", () => void start());
 $("again").addEventListener("click", () => void start());

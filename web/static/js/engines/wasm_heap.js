@@ -1,31 +1,17 @@
 /**
- * The WASM kernel and the memory it works in.
+ * The memory of a kernel that allocates nothing: a first-fit list of free runs over a WASM memory.
  *
- * `gemm_simd128.wasm` allocates nothing: it takes byte addresses. So the heap is kept here, on the JavaScript side: a
- * first-fit list of free runs over the module's memory, which grows on demand up to a limit. A memory never shrinks, so
- * freed runs are merged and used again; what a volunteer lends is bounded by the limit, not by how long the tab lives.
- *
- * Left out: everything about panels and tiles (tile_engine.js).
+ * The kernels take byte addresses, so the heap is kept here, on the JavaScript side. It grows on demand up to a limit. A
+ * memory never shrinks, so freed runs are merged and used again; what a volunteer lends is bounded by the limit, not by
+ * how long the tab lives.
  */
+import { OutOfMemory } from "./errors.js";
 
 const PAGE_BYTES = 65536;
 const ALIGN = 16;
 const GROW_BYTES_MIN = 1 << 20;
 
-/**
- * What the module exports.
- * @typedef {object} KernelExports
- * @property {WebAssembly.Memory} memory
- * @property {WebAssembly.Global} __heap_base first byte the module does not use itself
- * @property {() => number} gemm_scratch_bytes
- * @property {(m: number, n: number, k: number, a: number, aRow: number, aCol: number, b: number, bRow: number,
- *   bCol: number, c: number, cRow: number, accumulate: number, scratch: number) => void} gemm
- */
-
-/** The device cannot lend as much memory as a tile needs; the tile fails with code "memory", the device goes on. */
-export class OutOfMemory extends Error {}
-
-/** First-fit allocator over one WASM memory. Addresses are bytes, 16-byte aligned. */
+/** Addresses are bytes, 16-byte aligned. */
 export class WasmHeap {
   /** @type {{ at: number, size: number }[]} free runs, by address, never adjacent */
   #free = [];
@@ -120,25 +106,4 @@ export class WasmHeap {
 /** @param {number} bytes */
 function roundUp(bytes) {
   return Math.ceil(bytes / ALIGN) * ALIGN;
-}
-
-/** One instance of the kernel, its heap and its scratch. */
-export class Kernel {
-  #exports;
-  #scratch;
-
-  /** @param {WebAssembly.Module} module @param {number} bytesMax limit of the whole memory */
-  constructor(module, bytesMax) {
-    this.#exports = /** @type {KernelExports} */ (/** @type {unknown} */ (new WebAssembly.Instance(module).exports));
-    this.heap = new WasmHeap(this.#exports.memory, this.#exports.__heap_base.value, bytesMax);
-    this.#scratch = this.heap.alloc(this.#exports.gemm_scratch_bytes());
-  }
-
-  /**
-   * C[m,n] = A[m,k] B[k,n] with A and B^T stored as rows of k, C as rows of n; addresses in bytes.
-   * @param {number} m @param {number} n @param {number} k @param {number} a @param {number} bt @param {number} c
-   */
-  multiply(m, n, k, a, bt, c) {
-    this.#exports.gemm(m, n, k, a, k, 1, bt, 1, k, c, n, 0, this.#scratch);
-  }
 }
