@@ -5,6 +5,7 @@
 #   make sim SEED=7   replay one seed of the simulator (SEEDS=n: that many, from SEED on)
 #   make bench        the figures of the README
 #   make screenshots  pictures of the pages, into build/screenshots
+#   make pyodide-wheel  Pyodide's wheel through `pyodide build`, where that can be had (Python >= 3.12)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,8 +13,8 @@ STAMPS := .stamps
 SEED ?= 0
 SEEDS ?= 1
 
-.PHONY: install demo serve test check bench sim screenshots clean browser node
-install: $(STAMPS)/python $(STAMPS)/web $(STAMPS)/wasm
+.PHONY: install demo serve test check bench sim screenshots pyodide-wheel clean browser node
+install: $(STAMPS)/python $(STAMPS)/web $(STAMPS)/wasm $(STAMPS)/pyodide
 
 $(STAMPS)/python: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed, got $$($(PYTHON) --version); set PYTHON=python3.11"; exit 1; }
@@ -23,7 +24,7 @@ $(STAMPS)/python: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@mkdir -p $(STAMPS) && touch $@
 
-# Without npm the pages work but for the loss chart and /docs, whose libraries come from npm.
+# Without npm the pages work but for the loss chart, /docs and the Pyodide engine, which come from npm.
 $(STAMPS)/web: package-lock.json web/vendor.py $(STAMPS)/python
 	@if command -v npm >/dev/null; then npm ci --no-audit --no-fund --ignore-scripts --loglevel=error && $(BIN)/python web/vendor.py; \
 	else echo "npm is missing: the loss chart and /docs will not be shown (Debian: apt-get install npm)"; fi
@@ -32,6 +33,14 @@ $(STAMPS)/web: package-lock.json web/vendor.py $(STAMPS)/python
 $(STAMPS)/wasm: $(wildcard kernels_wasm/*.c kernels_wasm/*.h kernels_wasm/build.py) $(STAMPS)/python
 	$(BIN)/python kernels_wasm/build.py
 	@mkdir -p $(STAMPS) && touch $@
+
+# After web: the lock file beside the wheel is made for the Pyodide that npm brought.
+$(STAMPS)/pyodide: $(wildcard kernels_wasm/*.c kernels_wasm/*.h kernels_wasm/build.py kernels_wasm/pyodide/*.py kernels_wasm/pyodide/*/*.py) $(STAMPS)/python $(STAMPS)/web
+	$(BIN)/python kernels_wasm/pyodide/build_wheel.py
+	@mkdir -p $(STAMPS) && touch $@
+
+pyodide-wheel: install
+	$(BIN)/python kernels_wasm/pyodide/cross_build.py
 
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \

@@ -1,7 +1,8 @@
 """Copies the browser libraries that pages load from `node_modules` to `static/vendor`: `python web/vendor.py`.
 
-They are served by us and never from a CDN: uPlot draws the loss curve, Swagger UI the REST interface's page. Versions
-are pinned by package-lock.json; run `npm ci` first. The copies are build outputs: git ignores them, the wheel has them.
+They are served by us and never from a CDN: uPlot draws the loss curve, Swagger UI the REST interface's page, Pyodide
+computes where no other engine runs (the lock file beside it is ours: kernels_wasm/pyodide/build_wheel.py). Versions are
+pinned by package-lock.json; run `npm ci` first. The copies are build outputs: git ignores them, the wheel has them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ MODULES = WEB.parent / "node_modules"
 VENDOR = WEB / "static" / "vendor"
 FILES = {
     "uplot": ("uplot", ["dist/uPlot.esm.js", "dist/uPlot.min.css", "LICENSE"]),
+    "pyodide": (
+        "pyodide",
+        ["pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "README.md", "package.json"],
+    ),
     "swagger": ("swagger-ui-dist", ["swagger-ui.css", "swagger-ui-bundle.js", "LICENSE"]),
 }
 
