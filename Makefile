@@ -72,6 +72,7 @@ bench: node browser install
 	$(BIN)/tileweave bench parity
 	$(BIN)/tileweave bench e2e
 	$(BIN)/tileweave bench recovery
+	$(BIN)/tileweave bench kernels
 
 sim: install
 	$(BIN)/python -m backend.simulation --seed $(SEED) --seeds $(SEEDS)

@@ -17,7 +17,6 @@ from pathlib import Path
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless=new",
-    "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
     "--no-default-browser-check",
@@ -43,7 +42,8 @@ def find() -> str | None:
 class Chromium:
     """One browser showing `url`. Use as a context manager."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, webgpu: bool = False) -> None:
+        """`webgpu`: with whatever adapter there is, a software one too; by default none."""
         executable = find()
         if executable is None:
             raise FileNotFoundError(
@@ -52,8 +52,9 @@ class Chromium:
         self._profile = Path(tempfile.mkdtemp(prefix="tileweave-chromium-"))
         # Chromium's sandbox refuses to run as root, where containers and CI usually are.
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+        gpu = "--enable-unsafe-webgpu" if webgpu else "--disable-gpu"
         self.process = subprocess.Popen(
-            [executable, *FLAGS, *sandbox, f"--user-data-dir={self._profile}", url],
+            [executable, *FLAGS, gpu, *sandbox, f"--user-data-dir={self._profile}", url],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

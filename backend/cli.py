@@ -250,6 +250,25 @@ def recovery(as_json: Json = False) -> None:
     _bench(bench.recovery(), as_json)
 
 
+@bench_app.command()
+def kernels(as_json: Json = False) -> None:
+    """Our WASM, WebGPU, Pyodide and native kernels beside tfjs, onnxruntime-web and jax-js, in one browser. Exit status
+    0: measured, whatever the targets say."""
+    from rich.console import Console
+
+    from backend.bench import kernels as bench
+    from backend.bench.kernels_table import show
+
+    try:
+        figures = bench.kernels()
+    except (RuntimeError, FileNotFoundError) as error:
+        _fail(str(error), 1)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        show(figures, Console())
+
+
 def _check_tls(settings: Settings) -> None:
     """OSError where the certificate and its key cannot serve (ssl's errors are OSErrors). A gateway would only die of
     it, again and again."""

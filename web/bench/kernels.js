@@ -1,80 +1,104 @@
 /**
- * Measures the WASM kernel against tfjs-backend-wasm's matMul in the browser that opens this page, and posts the figures.
+ * The kernel bench's page: runs each section of the plan in a Worker of its own, one after another, and posts what they
+ * measured.
  *
- * The two take turns, round by round, so that a change of the CPU's clock hits both; each figure is the median round.
- * tfjs keeps its packed B between calls on the same tensor, ours packs both operands every time: the comparison leans
- * its way. Started by `kernels_wasm/measure.py`; not shipped to volunteers.
+ * Volunteers compute in Workers, so everything is measured there, ours and the peers in the same one: no library is held
+ * up by a page's rendering, and what one leaves behind goes with its Worker. The plan comes in the address; what the
+ * figures mean is worked out in Python (backend/bench/kernels.py). A section that cannot run says why and the others go
+ * on: a browser without WebGPU still gives its WASM figures.
  */
-import { Kernel } from "/static/js/wasm_kernel.js";
 
-const SHAPES = [[256, 256, 256], [512, 512, 512], [1024, 1024, 1024], [256, 256, 2048], [128, 2048, 512]];
-const ROUNDS = 31;
-const ROUND_MS = 25;
+/**
+ * @typedef {object} Plan
+ * @property {string[]} sections any of SECTIONS, in this order
+ * @property {number[]} wasm sizes n of the CPU's kernels @property {number[]} fast sizes of the fast kernel
+ * @property {number[]} gpu sizes of the WebGPU kernels @property {number[]} ladder sizes of the ladder's rungs
+ * @property {number} rounds of 512-sized work; larger sizes have fewer (kernels_rounds.js)
+ * @property {number} roundMs least time of one contestant's turn
+ * @property {string[]} rungs the ladder's modules by name
+ */
 
-/** @param {() => void} run @returns {number} seconds per call over one round */
-function round(run) {
-  const start = performance.now();
-  let calls = 0;
-  do {
-    run();
-    calls += 1;
-  } while (performance.now() - start < ROUND_MS);
-  return (performance.now() - start) / 1000 / calls;
+
+/** @type {Record<string, (plan: Plan) => Promise<unknown>>} */
+const SECTIONS = {
+  wasm: (plan) => inWorker("wasm", plan),
+  ladder: (plan) => inWorker("ladder", plan),
+  pyodide: (plan) => inWorker("pyodide", plan),
+  pair: (plan) => pair(plan),
+  webgpu: (plan) => inWorker("webgpu", plan),
+};
+
+/** @param {string} section @param {Plan} plan */
+function begin(section, plan) {
+  const worker = new Worker("/bench/kernels_worker.js", { type: "module" });
+  worker.postMessage({ section, plan });
+  return worker;
 }
 
-/** @param {number[]} values */
-const median = (values) => values.sort((a, b) => a - b)[values.length >> 1];
+/** The next message of a Worker. @param {Worker} worker @returns {Promise<any>} */
+function next(worker) {
+  return new Promise((resolve, reject) => {
+    worker.onmessage = ({ data }) => ("error" in data ? reject(new Error(data.error)) : resolve(data.value));
+    worker.onerror = (event) => reject(new Error(event.message || "a Worker could not be started"));
+  });
+}
 
-/** @param {number} count */
-function randoms(count) {
-  return Float32Array.from({ length: count }, () => Math.random() - 0.5);
+/** @param {string} section @param {Plan} plan */
+async function inWorker(section, plan) {
+  const worker = begin(section, plan);
+  try {
+    return await next(worker);
+  } finally {
+    worker.terminate();
+  }
 }
 
 /**
- * @param {WebAssembly.Module} module @param {number} m @param {number} n @param {number} k
- * @param {Float32Array} a @param {Float32Array} bt
+ * One Worker against two at once, turn by turn: calls of the relaxed kernel per second, alone and together. No memory is
+ * shared; what two lose is what the machine's caches, clock and memory take.
+ * @param {Plan} plan
  */
-function prepare(module, m, n, k, a, bt) {
-  const kernel = new Kernel(module, 1 << 28);
-  const [atA, atB, atC] = [m * k, n * k, m * n].map((count) => kernel.heap.alloc(4 * count));
-  kernel.heap.floats(atA, m * k).set(a);
-  kernel.heap.floats(atB, n * k).set(bt);
-  const run = () => kernel.multiply(m, n, k, atA, atB, atC);
-  run();
-  return { run, last: () => kernel.heap.floats(atC, m * n)[m * n - 1] };
-}
-
-async function measure() {
-  const tf = /** @type {any} */ (globalThis).tf;
-  tf.wasm.setWasmPaths("/node_modules/@tensorflow/tfjs-backend-wasm/dist/");
-  tf.wasm.setThreadsCount(1);
-  await tf.setBackend("wasm");
-  await tf.ready();
-  const module = await WebAssembly.compileStreaming(fetch("/static/wasm/gemm_simd128.wasm"));
-  const rows = [];
-  for (const [m, n, k] of SHAPES) {
-    const a = randoms(m * k), bt = randoms(n * k);
-    const ours = prepare(module, m, n, k, a, bt);
-    const ta = tf.tensor2d(a, [m, k]), tb = tf.transpose(tf.tensor2d(bt, [n, k]));
-    const theirs = () => tf.matMul(ta, tb).dispose();
-    const difference = Math.abs(ours.last() - tf.matMul(ta, tb).dataSync()[m * n - 1]);
-    if (!(difference < 1e-3)) throw new Error(`products differ by ${difference} at ${m}x${n}x${k}`);
-    const seconds = { ours: /** @type {number[]} */ ([]), tfjs: /** @type {number[]} */ ([]) };
-    round(ours.run);
-    round(theirs);
-    for (let i = 0; i < ROUNDS; i += 1) {
-      seconds.ours.push(round(ours.run));
-      seconds.tfjs.push(round(theirs));
+async function pair(plan) {
+  const workers = [begin("pair", plan), begin("pair", plan)];
+  try {
+    await Promise.all(workers.map(next));
+    const turn = async (/** @type {Worker[]} */ running) => {
+      const rates = await Promise.all(
+        running.map((worker) => {
+          const answer = next(worker);
+          worker.postMessage("go");
+          return answer;
+        }),
+      );
+      return rates.reduce((sum, rate) => sum + rate, 0);
+    };
+    await turn(workers);
+    /** @type {{ alone: number, together: number }[]} */
+    const rounds = [];
+    for (let i = 0; i < plan.rounds; i += 1) {
+      // Either Worker alone by turns, so that neither's core is favoured.
+      const alone = await turn([workers[i % 2]]);
+      rounds.push({ alone, together: await turn(workers) });
     }
-    const gflops = (/** @type {number[]} */ list) => (2 * m * n * k) / median(list) / 1e9;
-    rows.push({ m, n, k, tileweave_gflops: gflops(seconds.ours), tfjs_gflops: gflops(seconds.tfjs) });
-    ta.dispose();
-    tb.dispose();
+    return { rounds };
+  } finally {
+    for (const worker of workers) worker.terminate();
   }
-  return rows;
 }
 
-const body = await measure().then((rows) => ({ agent: navigator.userAgent, rows }), (error) => ({ error: String(error) }));
+/** @param {Plan} plan */
+async function measure(plan) {
+  /** @type {Record<string, unknown>} */
+  const sections = {};
+  for (const name of plan.sections) {
+    await fetch("/progress", { method: "POST", body: name });
+    sections[name] = await SECTIONS[name](plan).catch((error) => ({ failed: String(error) }));
+  }
+  return { browser: navigator.userAgent, sections };
+}
+
+const plan = JSON.parse(new URLSearchParams(location.search).get("plan") ?? "{}");
+const figures = await measure(plan).catch((error) => ({ error: String(error) }));
 const out = document.getElementById("out");
-if (out) out.textContent = JSON.stringify(body, null, 2);
-await fetch("/figures", { method: "POST", body: JSON.stringify(body) });
+if (out) out.textContent = JSON.stringify(figures, null, 2);
+await fetch("/figures", { method: "POST", body: JSON.stringify(figures) });
