@@ -1,0 +1,211 @@
+/**
+ * The WebGPU engine: panels in GPU buffers, tiles multiplied by the WGSL kernel that this device was measured to run best.
+ *
+ * Two tiles are in flight, so that one's copies overlap the other's computing; more wait here. A GPU can go at any moment:
+ * then everything on it is lost, the engine looks once for another, and goes on when there is one. A tile that was on its
+ * way fails as if memory had been short (its panels are lost and have to come again); when no GPU comes, it and every tile
+ * after it fail with EngineGone.
+ */
+import { EngineGone, OutOfMemory } from "./errors.js";
+import { openDevice } from "./webgpu_device.js";
+import { FAMILY } from "./webgpu_family.js";
+import { GpuPanels } from "./webgpu_panels.js";
+import { product } from "./webgpu_product.js";
+import { GpuSession } from "./webgpu_session.js";
+import { fromText, toText, tune } from "./webgpu_tuner.js";
+
+/**
+ * @typedef {import("../../../types/engine.js").Engine} Engine
+ * @typedef {import("../../../types/engine.js").EngineOptions} EngineOptions
+ * @typedef {import("../../../types/engine.js").Operand} Operand
+ * @typedef {import("../../../types/engine.js").Problem} Problem
+ * @typedef {import("../../../types/engine.js").TileWork} TileWork
+ * @typedef {import("./webgpu_memory.js").Block} Block
+ * @typedef {import("./webgpu_family.js").Member} Member
+ * @typedef {import("./webgpu_product.js").Side} Side
+ * @typedef {import("./webgpu_product.js").Work} Work
+ * @typedef {import("./webgpu_tuner.js").Choice} Choice
+ * @typedef {{ gpu: GpuSession, choice: Choice }} Tuned
+ */
+
+const DEPTH = 2;
+
+/** @implements {Engine} */
+export class WebGpuEngine {
+  kernel = "webgpu";
+  depth = DEPTH;
+  note = "";
+  #options;
+  #family;
+  #panels = new GpuPanels();
+  /** The device in use, or the search for one; null once there is none. @type {Promise<Tuned|null>} */
+  #tuned = Promise.resolve(null);
+  /** @type {GpuSession|null} */
+  #gpu = null;
+  #closed = false;
+  #running = 0;
+  /** Products that wait for one before them. @type {(() => void)[]} */
+  #waiting = [];
+
+  /** @param {EngineOptions} options @param {Member[]} family */
+  constructor(options, family) {
+    this.#options = options;
+    this.#family = family;
+  }
+
+  /** Looks for a GPU and tunes; rejects with a reason in words. */
+  async start() {
+    const tuned = this.#enter();
+    this.#tuned = tuned;
+    await tuned;
+  }
+
+  get memory() {
+    return { bytes: this.#gpu?.memory.bytes ?? 0, used: this.#gpu?.memory.usedBytes ?? 0 };
+  }
+
+  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes */
+  put(id, bytes) {
+    this.#panels.put(id, bytes);
+  }
+
+  /** @param {string[]} ids */
+  drop(ids) {
+    this.#panels.drop(ids);
+  }
+
+  takeLost() {
+    return this.#panels.takeLost();
+  }
+
+  /** @param {TileWork} work */
+  compute({ batch, m, n, k, a, b }) {
+    return this.#inTurn(async ({ gpu, choice }) => {
+      const held = [];
+      try {
+        for (const id of [a, b]) held.push(this.#panels.hold(id));
+        const [sideA, sideB] = held.map(({ raw, packed }) =>
+          ({ raw, packed, dtype: /** @type {const} */ ("f32"), across: k, along: 1, scales: null }));
+        const shape = { batch, m, n, k, row: n, count: batch * m * n, c: null, bias: null };
+        return await product(gpu, choice.kernels.f32, { ...shape, a: sideA, b: sideB });
+      } finally {
+        held.forEach((panel) => this.#panels.release(panel));
+      }
+    });
+  }
+
+  /** @param {Problem} problem */
+  async multiply({ m, n, k, a, b, cRow, c, bias }) {
+    const { bytes } = await this.#inTurn(async ({ gpu, choice }) => {
+      /** @type {Block[]} */
+      const taken = [];
+      const take = (/** @type {Uint8Array<ArrayBuffer>} */ data) => {
+        taken.push(gpu.memory.take("storage", data.length, data));
+        return taken[taken.length - 1];
+      };
+      const side = (/** @type {Operand} */ { bytes: data, dtype, across, along, scales }) => ({ raw: take(data), dtype, across, along,
+        scales: scales ? take(new Uint8Array(scales.buffer, scales.byteOffset, scales.byteLength)) : null, packed: null });
+      try {
+        const work = { batch: 1, m, n, k, a: side(a), b: side(b), row: cRow, count: c?.length ?? (m - 1) * cRow + n, c: c ?? null, bias: bias ?? null };
+        await Promise.all(taken.map(({ ready }) => ready));
+        const form = a.dtype === b.dtype && a.dtype !== "bf16" ? a.dtype : "f32";
+        return await product(gpu, choice.kernels[form] ?? choice.kernels.f32, work);
+      } finally {
+        taken.forEach((block) => gpu.memory.give(block));
+      }
+    });
+    return new Float32Array(bytes.buffer);
+  }
+
+  close() {
+    this.#closed = true;
+    this.#panels.loseAll();
+    this.#gpu?.device.destroy();
+    this.#gpu = null;
+    this.#tuned = Promise.resolve(null);
+  }
+
+  /** Opens a device and makes it ours; when it goes, looks for the next. @returns {Promise<Tuned>} */
+  async #enter() {
+    const { device, identity } = await openDevice();
+    const gpu = new GpuSession(device, identity, this.#options.bytesMax);
+    void gpu.whenLost.then(() => {
+      if (this.#gpu === gpu) this.#leave();
+    });
+    try {
+      const known = await gpu.whileAlive(fromText(gpu, this.#family, this.#options.remembered));
+      const choice = known ?? (await gpu.whileAlive(tune(gpu, this.#family)));
+      if (this.#closed || gpu.lost) throw new Error("the GPU went while it was measured");
+      if (!known) this.#options.remember(toText(identity, choice));
+      // Another GPU may follow this one, and this one may come back.
+      this.#options = { ...this.#options, remembered: toText(identity, choice) };
+      gpu.flops = choice.flops;
+      this.note = noteOf(gpu, choice);
+      this.#gpu = gpu;
+      this.#panels.moveTo(gpu.memory);
+      return { gpu, choice };
+    } catch (error) {
+      device.destroy();
+      throw error;
+    }
+  }
+
+  /** The device is lost: one search for another. */
+  #leave() {
+    this.#gpu = null;
+    this.#panels.loseAll();
+    this.#tuned = this.#enter().catch(() => null);
+  }
+
+  /**
+   * Runs a product when fewer than DEPTH run. Where memory is short it waits for one beside it and tries again.
+   * @template T @param {(tuned: Tuned) => Promise<T>} run @returns {Promise<T>}
+   */
+  async #inTurn(run) {
+    for (;;) {
+      while (this.#running >= DEPTH) await this.#oneDone();
+      this.#running += 1;
+      try {
+        const tuned = await this.#tuned;
+        if (!tuned) throw new EngineGone("the GPU is gone and no other came");
+        try {
+          return await tuned.gpu.whileAlive(run(tuned));
+        } catch (error) {
+          if (tuned.gpu.lost) await this.#explainLoss();
+          if (!(error instanceof OutOfMemory) || this.#running === 1) throw error;
+        }
+      } finally {
+        this.#running -= 1;
+        this.#waiting.splice(0).forEach((wake) => wake());
+      }
+      await this.#oneDone();
+    }
+  }
+
+  /** @returns {Promise<void>} */
+  #oneDone() {
+    return new Promise((resolve) => this.#waiting.push(resolve));
+  }
+
+  /** Throws what became of a product whose device was lost. @returns {Promise<never>} */
+  async #explainLoss() {
+    if (await this.#tuned) throw new OutOfMemory("the GPU was lost with this product; there is another now");
+    throw new EngineGone("the GPU is gone and no other came");
+  }
+}
+
+/** @param {GpuSession} gpu @param {Choice} choice */
+function noteOf({ identity }, { kernels, flops, dropped }) {
+  const names = Object.entries(kernels).map(([form, { name }]) => `${form}: ${name}`);
+  return [`${identity}, ${names.join(", ")}, ${(flops / 1e9).toPrecision(3)} GFLOP/s`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
+}
+
+/** @type {import("../../../types/engine.js").Open} */
+export const open = (options) => openWith(options, FAMILY);
+
+/** For tests: a family of their own. @param {EngineOptions} options @param {Member[]} family @returns {Promise<Engine>} */
+export async function openWith(options, family) {
+  const engine = new WebGpuEngine(options, family);
+  await engine.start();
+  return engine;
+}

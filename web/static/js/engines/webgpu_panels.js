@@ -1,0 +1,128 @@
+/**
+ * Panels on the GPU: each as it came, and beside it the packed copies that tiles have read.
+ *
+ * A panel's shape is known only from the tile that names it, so it is packed when the first tile does; the copy stays for
+ * the next ones while there is room, and goes first when there is none. A buffer can be refused after put() returned: the
+ * panel is then lost. What a running tile reads is held until it is done, whatever is dropped meanwhile.
+ */
+import { MissingPanel, OutOfMemory } from "./errors.js";
+
+/**
+ * @typedef {import("./webgpu_memory.js").GpuMemory} GpuMemory
+ * @typedef {import("./webgpu_memory.js").Block} Block
+ * @typedef {{ block: Block, done: boolean, by: object|null }} Packed done: the work that fills it is in the queue, put there `by`
+ * @typedef {{ memory: GpuMemory, raw: Block, packed: Map<string, Packed>, holds: number, dropped: boolean }} Panel
+ */
+
+export class GpuPanels {
+  /** The panel that was used last is last. @type {Map<string, Panel>} */
+  #panels = new Map();
+  /** Lost and not sent again. @type {Set<string>} */
+  #lost = new Set();
+  /** Those of them that nobody has been told of. @type {Set<string>} */
+  #untold = new Set();
+  /** @type {GpuMemory|null} */
+  #memory = null;
+
+  /** From now on panels live there. @param {GpuMemory} memory */
+  moveTo(memory) {
+    this.loseAll();
+    this.#memory = memory;
+    memory.spare = () => this.#spare();
+  }
+
+  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes */
+  put(id, bytes) {
+    if (this.#panels.has(id)) return;
+    this.#lost.delete(id);
+    this.#untold.delete(id);
+    const memory = this.#memory;
+    if (!memory) return this.#lose(id);
+    try {
+      const raw = memory.take("storage", bytes.length, bytes);
+      const panel = { memory, raw, packed: new Map(), holds: 0, dropped: false };
+      this.#panels.set(id, panel);
+      raw.ready?.catch(() => {
+        if (this.#panels.get(id) !== panel) return;
+        this.#remove(id, panel);
+        this.#lose(id);
+      });
+    } catch (error) {
+      if (!(error instanceof OutOfMemory)) throw error;
+      this.#lose(id);
+    }
+  }
+
+  /** @param {string[]} ids */
+  drop(ids) {
+    for (const id of ids) {
+      this.#lost.delete(id);
+      this.#untold.delete(id);
+      const panel = this.#panels.get(id);
+      if (panel) this.#remove(id, panel);
+    }
+  }
+
+  /** The device that held them is gone, and their buffers with it. */
+  loseAll() {
+    for (const id of this.#panels.keys()) this.#lose(id);
+    this.#panels.clear();
+    this.#memory = null;
+  }
+
+  takeLost() {
+    const lost = [...this.#untold];
+    this.#untold.clear();
+    return lost;
+  }
+
+  /** The panel, kept until release(). @param {string} id @returns {Panel} throws OutOfMemory, MissingPanel */
+  hold(id) {
+    const panel = this.#panels.get(id);
+    if (!panel) {
+      if (!this.#lost.has(id)) throw new MissingPanel(`panel ${id} is not here`);
+      this.#untold.add(id);
+      throw new OutOfMemory(`panel ${id} found no room, or went with a lost GPU`);
+    }
+    this.#panels.delete(id);
+    this.#panels.set(id, panel);
+    panel.holds += 1;
+    return panel;
+  }
+
+  /** @param {Panel} panel */
+  release(panel) {
+    panel.holds -= 1;
+    if (panel.dropped && panel.holds === 0) this.#free(panel);
+  }
+
+  /** @param {string} id */
+  #lose(id) {
+    this.#lost.add(id);
+    this.#untold.add(id);
+  }
+
+  /** @param {string} id @param {Panel} panel */
+  #remove(id, panel) {
+    this.#panels.delete(id);
+    panel.dropped = true;
+    if (panel.holds === 0) this.#free(panel);
+  }
+
+  /** @param {Panel} panel */
+  #free({ memory, raw, packed }) {
+    memory.give(raw);
+    packed.forEach(({ block }) => memory.give(block));
+  }
+
+  /** Frees the packed copies of the panel that was used longest ago. */
+  #spare() {
+    for (const { memory, packed, holds } of this.#panels.values()) {
+      if (holds > 0 || packed.size === 0) continue;
+      packed.forEach(({ block }) => memory.give(block));
+      packed.clear();
+      return true;
+    }
+    return false;
+  }
+}
