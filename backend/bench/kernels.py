@@ -41,7 +41,7 @@ class Plan:
     gpu: tuple[int, ...] = (512, 1024)
     ladder: tuple[int, ...] = ()
     rungs: tuple[str, ...] = ()
-    rounds: int = 15
+    rounds: int = 31
     roundMs: int = 30
 
 

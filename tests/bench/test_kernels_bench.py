@@ -83,6 +83,7 @@ def test_a_page_that_fails_says_why() -> None:
 
 def test_operands_mean_what_their_bytes_say() -> None:
     lines = np.random.default_rng(1).standard_normal((5, 300), np.float32)
+    lines[0].view(np.uint32)[:] = (0x3F80 + np.arange(300) << 16) + 0x8000  # halfway between two of bf16
     bf16 = encode(lines, "bf16")
     expected = torch.from_numpy(lines).to(torch.bfloat16)
     assert bf16.data == expected.view(torch.int16).numpy().tobytes()

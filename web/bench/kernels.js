@@ -75,7 +75,7 @@ async function pair(plan) {
     await turn(workers);
     /** @type {{ alone: number, together: number }[]} */
     const rounds = [];
-    for (let i = 0; i < plan.rounds; i += 1) {
+    for (let i = 0; i < plan.rounds / 2; i += 1) {
       // Either Worker alone by turns, so that neither's core is favoured.
       const alone = await turn([workers[i % 2]]);
       rounds.push({ alone, together: await turn(workers) });

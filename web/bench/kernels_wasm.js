@@ -147,7 +147,7 @@ export async function run(plan) {
   return { measured };
 }
 
-/** Fewer turns where each takes long. @param {number} n @param {import("./kernels.js").Plan} plan */
+/** Fewer turns where each takes long. @param {number} n @param {{ rounds: number, roundMs: number }} plan */
 export function roundsAt(n, { rounds, roundMs }) {
   return { rounds: Math.max(3, Math.round((rounds * 512) / Math.max(n, 512))), roundMs };
 }

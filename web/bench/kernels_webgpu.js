@@ -1,5 +1,6 @@
 /**
  * The kernel bench's WebGPU section: the kernel that our tuner chose and the peers, in one Worker and turn by turn.
+ * In software a turn takes seconds, so there are a quarter of the CPU section's rounds.
  *
  * `webgpu/tuned` is what the engine's own clock says of tiles from panels on the device: from submission until the GPU is
  * done, the copy of the product to a readable buffer included, which the peers are not asked for. `transfers/tuned` is the
@@ -21,7 +22,7 @@ export async function run(plan) {
   const measured = [];
   for (const n of plan.gpu) {
     const field = [...entries.map((entry) => entry(n)), tfjsWebgpu(n), onnxWebgpu(n), jaxWebgpu(n)];
-    measured.push(await compete("webgpu", n, field, roundsAt(n, plan)));
+    measured.push(await compete("webgpu", n, field, roundsAt(n, { ...plan, rounds: plan.rounds / 4 })));
   }
   return { adapter: { vendor, architecture, device, description, fallback: isFallbackAdapter, ...join }, measured };
 }
