@@ -33,17 +33,29 @@ for (const [name, original] of Object.entries({ instantiate, instantiateStreamin
 }
 
 if (globalThis.GPUDevice) {
-  const { createBuffer } = GPUDevice.prototype, { destroy } = GPUBuffer.prototype;
-  const alive = new WeakSet();
+  const { createBuffer, destroy: destroyDevice } = GPUDevice.prototype, { destroy } = GPUBuffer.prototype;
+  /** @type {WeakMap<GPUBuffer, GPUDevice>} those not destroyed, and what they were made by */
+  const makers = new WeakMap();
+  /** @type {WeakMap<GPUDevice, number>} how many of them; a destroyed device takes its own along */
+  const counts = new WeakMap();
+  const change = (device, by) => {
+    buffers += by;
+    counts.set(device, (counts.get(device) ?? 0) + by);
+  };
   GPUDevice.prototype.createBuffer = function counted(descriptor) {
     const buffer = createBuffer.call(this, descriptor);
-    alive.add(buffer);
-    buffers += 1;
+    makers.set(buffer, this);
+    change(this, 1);
     return buffer;
   };
   GPUBuffer.prototype.destroy = function counted() {
-    if (alive.delete(this)) buffers -= 1;
+    const device = makers.get(this);
+    if (makers.delete(this) && counts.get(device)) change(device, -1);
     destroy.call(this);
+  };
+  GPUDevice.prototype.destroy = function counted() {
+    change(this, -(counts.get(this) ?? 0));
+    destroyDevice.call(this);
   };
 }
 
