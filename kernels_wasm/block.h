@@ -23,6 +23,7 @@ typedef __UINT32_TYPE__ u32;
 static INLINE u32 min_u32(u32 x, u32 y) { return x < y ? x : y; }
 
 #ifdef __wasm_simd128__
+enum { UNROLL = 8 }; /* steps of k without a branch: what counts the loop takes multipliers' ports */
 #include <wasm_simd128.h>
 #ifdef __wasm_relaxed_simd__
 enum { MR = 6, NR = 8, KC = 256, MC = 120, NC = 512 };
@@ -45,6 +46,11 @@ static INLINE v128_t madd(v128_t x, v128_t y, v128_t sum) { return wasm_f32x4_ad
     PIN(sum##i##0);                           \
     PIN(sum##i##1);                           \
   }
+#define ONE_OF_K                                                        \
+  {                                                                     \
+    v128_t b0 = wasm_v128_load(b), b1 = wasm_v128_load(b + 4);          \
+    ROWS(STEP)                                                          \
+  }
 #define STORE(i)                                                                  \
   {                                                                               \
     float *row = c + i * c_row;                                                   \
@@ -64,11 +70,12 @@ static INLINE v128_t madd(v128_t x, v128_t y, v128_t sum) { return wasm_f32x4_ad
 static void block(u32 k, const float *restrict a_strip, const float *restrict b_strip, float *restrict c, u32 c_row,
                   u32 accumulate, const float *bias) {
   ROWS(ZERO)
-  const float *a = a_strip, *b = b_strip, *end = b_strip + k * NR;
-  for (; b != end; a += MR, b += NR) {
-    v128_t b0 = wasm_v128_load(b), b1 = wasm_v128_load(b + 4);
-    ROWS(STEP)
+  const float *a = a_strip, *b = b_strip, *end = b_strip + k / UNROLL * UNROLL * NR;
+  while (b != end) {
+#pragma clang loop unroll(full)
+    for (u32 l = 0; l < UNROLL; ++l, a += MR, b += NR) ONE_OF_K
   }
+  for (end = b_strip + k * NR; b != end; a += MR, b += NR) ONE_OF_K
   ROWS(STORE)
 }
 

@@ -39,7 +39,7 @@ FLAGS = [
     f"-Wl,--max-memory={MEMORY_BYTES_MAX}",
     "-s",
 ]
-SOURCES = ["gemm.c"]
+SOURCES = ["gemm.c", "fast.c"]
 
 
 def compile_wasm(sources: list[str], cpu: str, output: Path) -> Path:

@@ -14,15 +14,20 @@
  * over KC of k in order, added to the sums before it in order, whatever the layout and the block's shape: strict and
  * scalar builds agree to the last bit on every machine. Three builds of this source are made (build.py).
  *
+ * Two i8 operands have a way of their own (int8.h). fast.c is a second entry, with fewer operations and less accuracy.
  * Left out: threads (one tile per Worker needs none) and batches (the caller loops).
  *
  * The module allocates nothing. The caller owns the memory from __heap_base on and passes byte addresses; strides and
  * sizes are in elements. All addresses are 16-byte aligned, except that rows inside a matrix may start anywhere.
  */
+#include "int8.h"
 #include "pack.h"
 
-/* Bytes that gemm() needs at `scratch`: both packed blocks and one register block for the edges. */
-EXPORT(gemm_scratch_bytes) u32 gemm_scratch_bytes(void) { return (MC * KC + KC * NC + MR * NR) * sizeof(float); }
+/* Bytes that gemm() needs at `scratch`: both packed blocks and one register block for the edges, or what int8 wants. */
+EXPORT(gemm_scratch_bytes) u32 gemm_scratch_bytes(void) {
+  u32 bytes = (MC * KC + KC * NC + MR * NR) * sizeof(float);
+  return bytes > gemm_int8_scratch_bytes() ? bytes : gemm_int8_scratch_bytes();
+}
 
 /* A block at the edge: computed whole, aside, and only the part inside C is stored. */
 static void edge_block(u32 k, const float *a, const float *b, float *restrict c, u32 c_row, u32 accumulate,
@@ -61,6 +66,7 @@ void gemm(u32 m, u32 n, u32 k, const void *a, u32 a_across, u32 a_along, u32 a_t
   u32 scale_blocks = (k + SCALE_BLOCK - 1) / SCALE_BLOCK;
   Operand rows = {a, a_across, a_along, a_type, a_scales, scale_blocks};
   Operand columns = {b, b_across, b_along, b_type, b_scales, scale_blocks};
+  if (a_type == I8 && b_type == I8) return gemm_int8(m, n, k, &rows, &columns, c, c_row, accumulate, bias, scratch);
   float *a_packed = scratch, *b_packed = a_packed + MC * KC, *aside = b_packed + KC * NC;
   for (u32 jc = 0; jc < n; jc += NC) {
     u32 nc = min_u32(NC, n - jc);
