@@ -239,9 +239,10 @@ static float dot_chunk(const Operand *a, u32 i, const Operand *b, u32 j, u32 sta
   for (u32 from = start, to; from < start + k; from = to) {
     int sum = 0;
     to = min_u32(start + k, from + SCALE_BLOCK);
-    for (u32 l = from; l < to; ++l) sum += row[l * a->along] * column[l * b->along];
-    float x = (float)sum * (row_scales[from / SCALE_BLOCK] * column_scales[from / SCALE_BLOCK]);
-    out = from == start ? x : out + x;
+    const signed char *x = row + from * a->along, *y = column + from * b->along;
+    for (u32 l = from; l < to; ++l, x += a->along, y += b->along) sum += *x * *y;
+    float term = (float)sum * (row_scales[from / SCALE_BLOCK] * column_scales[from / SCALE_BLOCK]);
+    out = from == start ? term : out + term;
   }
   return out;
 }
