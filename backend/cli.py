@@ -99,6 +99,13 @@ def submit(
     ] = None,
     name: Annotated[str, typer.Option(help="A name for people.")] = "",
     mode: Annotated[str, typer.Option(help="How the work is shared out; tiles is the only way.")] = "tiles",
+    accuracy: Annotated[
+        str,
+        typer.Option(
+            help="What products are checked for: rowwise, or normwise, which lets devices use faster algorithms "
+            "(Strassen's) whose errors are small beside the largest elements only."
+        ),
+    ] = "rowwise",
     url: Url = URL_DEFAULT,
     token: Token = None,
     as_json: Json = False,
@@ -114,10 +121,10 @@ def submit(
         _fail(f"--config: got {config}, expected a JSON object such as '{{\"layers\": 4}}'", 2)
     with _client(url, token) as client:
         if gemm is not None:
-            job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name))
+            job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name, accuracy))
         else:
             assert recipe is not None
-            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name, data))
+            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name, data, accuracy))
     _print(job, as_json, f"job {job['id']}: {url}/jobs/{job['id']}")
 
 

@@ -51,17 +51,19 @@ class Client:
         mode: str = "tiles",
         name: str = "",
         data: str | None = None,
+        accuracy: str = "rowwise",
     ) -> Json:
         """Submit a training job; gives the job. `steps` None: the recipe's default; `data`: a file or folder in the
-        server's datasets folder, None: the recipe's own."""
+        server's datasets folder, None: the recipe's own; `accuracy`: what its products are checked for."""
         body: Json = {"kind": "train", "recipe": recipe, "config": dict(config or {}), "mode": mode, "name": name}
-        body["data"] = data
+        body |= {"data": data, "accuracy": accuracy}
         if steps is not None:
             body["steps"] = steps
         return self._json("POST", "/jobs", json=body)
 
-    def submit_gemm(self, a: Path, b: Path, name: str = "") -> Json:
-        """Submit the product of two float32 matrices in .npy or .safetensors files; gives the job."""
+    def submit_gemm(self, a: Path, b: Path, name: str = "", accuracy: str = "rowwise") -> Json:
+        """Submit the product of two float32 matrices in .npy or .safetensors files; gives the job. `accuracy`: what the
+        product is checked for."""
         with ExitStack() as stack:
             files = {}
             for field, path in (("a", a), ("b", b)):
@@ -70,7 +72,8 @@ class Client:
                 except OSError as error:
                     raise RestError(f"cannot read {path}: {error.strerror}") from error
                 files[field] = (path.name, file, "application/octet-stream")
-            return self._json("POST", "/jobs", data={"kind": "gemm", "name": name}, files=files)
+            form = {"kind": "gemm", "name": name, "accuracy": accuracy}
+            return self._json("POST", "/jobs", data=form, files=files)
 
     def jobs(self, state: str | None = None, limit: int = 100, offset: int = 0) -> list[Json]:
         """Jobs, newest first; only those in `state` where given."""

@@ -32,7 +32,7 @@ from backend.coordinator.transitions import (
     advance,
 )
 from planner.tiles import tile_seconds
-from tileweave.protocol.messages import Lease, Verdict
+from tileweave.protocol.messages import Accuracy, Lease, Verdict
 
 EPOCH_LEASES = 2**32
 """Leases per epoch: a lease id is epoch x this + a counter, so that an earlier epoch's are recognised."""
@@ -42,10 +42,11 @@ class Book:
     """State of one job's core: devices by id, open GEMMs oldest first, leases that have not ended for good. `wake` asks
     for every device to be looked at, `touched` for these."""
 
-    def __init__(self, job: str, epoch: int, limits: MachineLimits) -> None:
+    def __init__(self, job: str, epoch: int, limits: MachineLimits, accuracy: Accuracy) -> None:
         self.job = job
         self.epoch = epoch
         self.limits = limits
+        self.accuracy: Accuracy = accuracy
         self.now_s = 0.0
         self.devices: dict[str, DeviceRecord] = {}
         self.gemms: dict[int, GemmRun] = {}
@@ -101,6 +102,7 @@ class Book:
             a=tile.a.panel,
             b=tile.b.panel,
             deadline_s=limits.deadline_factor * waits_s + limits.deadline_grace_s,
+            accuracy=self.accuracy,
         )
         self.effects.append(SendLease(device.gateway, device.device, device.connection, message, tile.a, tile.b))
         if first:

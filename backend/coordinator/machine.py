@@ -61,7 +61,7 @@ from backend.coordinator.records import GemmRun, LeaseRecord, Tile
 from backend.coordinator.transitions import ANSWERS, HOLDS_SLOT, TRANSITIONS, LeaseError, LeaseEvent, TileState
 from planner.plan import plan
 from planner.tiles import smallest_tile_bytes
-from tileweave.protocol.messages import Verdict
+from tileweave.protocol.messages import Accuracy, Verdict
 
 MEMORY_SHRINKS_MAX = 4
 """A device that fails for want of memory is planned with half of it, down to this part of what it offered: below, its
@@ -69,10 +69,11 @@ tiles would be so small that re-cutting for it would hurt everybody."""
 
 
 class Machine:
-    """The core for one job and one epoch of it. Feed it with `handle`; `book` is its state, for reading only."""
+    """The core for one job and one epoch of it. Feed it with `handle`; `book` is its state, for reading only. Leases
+    say which `accuracy` their results are checked for."""
 
-    def __init__(self, job: str, epoch: int, limits: MachineLimits) -> None:
-        self.book = Book(job, epoch, limits)
+    def __init__(self, job: str, epoch: int, limits: MachineLimits, accuracy: Accuracy = "rowwise") -> None:
+        self.book = Book(job, epoch, limits, accuracy)
         self._begun = False
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import structlog
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -30,7 +30,9 @@ from backend.gateway.uploads import check_matrices, discard, receive_form
 from backend.recipes import RECIPES
 from backend.stores.jobs import Job, JobSpec, JobStore, State, StepRow
 from backend.switchboard.streams import SwitchboardError
+from tileweave.protocol.messages import Accuracy
 
+ACCURACIES: tuple[Accuracy, ...] = get_args(Accuracy)
 DOWNLOAD_CHUNK_BYTES = 1 << 20
 STEPS_SUMMED_MAX = 100_000
 
@@ -48,6 +50,7 @@ class TrainRequest(BaseModel):
     config: dict[str, Any] = {}
     steps: int | None = Field(default=None, ge=1)
     mode: Literal["tiles"] = "tiles"
+    accuracy: Accuracy = "rowwise"
     data: str | None = Field(default=None, min_length=1, max_length=200)
     name: str = Field(default="", max_length=100)
     weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
@@ -65,6 +68,7 @@ JSON_BODY = {
                     "properties": {
                         "kind": {"type": "string", "enum": ["gemm"]},
                         "name": {"type": "string"},
+                        "accuracy": {"type": "string", "enum": list(ACCURACIES), "default": "rowwise"},
                         "a": {"type": "string", "format": "binary"},
                         "b": {"type": "string", "format": "binary"},
                     },
@@ -117,6 +121,7 @@ async def _train_spec(gateway: Gateway, request: Request) -> JobSpec:
         config=config.model_dump(mode="json"),
         steps=steps,
         mode=wanted.mode,
+        accuracy=wanted.accuracy,
         weight=wanted.weight,
     )
 
@@ -143,12 +148,24 @@ async def _create_gemm(gateway: Gateway, request: Request, content_type: str) ->
         a, b = form.files["a"], form.files["b"]
         await gateway.store(check_matrices, a, b, gateway.settings.gemm_dimension_max)
         spec = JobSpec(
-            kind="gemm", name=clean_text(form.texts.get("name", "")), recipe="gemm", inputs={"a": str(a), "b": str(b)}
+            kind="gemm",
+            name=clean_text(form.texts.get("name", "")),
+            recipe="gemm",
+            accuracy=_accuracy(form.texts.get("accuracy", "rowwise")),
+            inputs={"a": str(a), "b": str(b)},
         )
         return await gateway.store(gateway.jobs.create, spec, time.time())
     except BaseException:
         await gateway.store(discard, directory)
         raise
+
+
+def _accuracy(text: str) -> Accuracy:
+    """Raises HTTPException 422 for anything but an Accuracy."""
+    for known in ACCURACIES:
+        if text == known:
+            return known
+    raise HTTPException(422, f"accuracy: got {text[:64]!r}, expected {' or '.join(map(repr, ACCURACIES))}")
 
 
 @router.get("/jobs")

@@ -26,6 +26,7 @@ def job_json(
         "recipe": job.recipe,
         "config": {} if job.kind == "gemm" else job.config,
         "mode": job.mode,
+        "accuracy": job.accuracy,
         "state": job.state,
         "reason": job.reason,
         "step": job.step,

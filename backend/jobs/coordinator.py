@@ -79,8 +79,9 @@ class Coordinator:
         self._cancelled = asyncio.Event()
         self._counters = Counters()
         self._shell = Shell(
-            job.id, epoch, settings, switchboard, self._ledger, self._counters, self._tell_script, self._gemm_done
-        )
+            job.id, epoch, job.accuracy, settings, switchboard, self._ledger, self._counters, self._tell_script,
+            self._gemm_done,
+        )  # fmt: skip
 
     async def run(self, listener: socket.socket, token: str) -> int:
         """Returns the exit status: 0 when the job has ended (or was stopped), EXIT_SCRIPT_LOST when the script died."""

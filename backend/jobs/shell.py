@@ -31,7 +31,7 @@ from backend.switchboard import messages as wire
 from backend.switchboard.streams import Switchboard, coordinator_stream, gateway_stream
 from backend.verify.verifier import Verifier
 from planner.shapes import Gemm, PlanLimits
-from tileweave.protocol.messages import DIMENSION_MAX, FLOAT_BYTES, TEXT_CHARACTERS_MAX
+from tileweave.protocol.messages import DIMENSION_MAX, FLOAT_BYTES, TEXT_CHARACTERS_MAX, Accuracy
 from tileweave.script.wire import GemmFailed, GemmRequest, Product, Region, ToScript
 
 CHECK_THREADS_MAX = 4
@@ -45,6 +45,7 @@ class Shell:
         self,
         job: str,
         epoch: int,
+        accuracy: Accuracy,
         settings: Settings,
         switchboard: Switchboard,
         ledger: Ledger,
@@ -56,7 +57,7 @@ class Shell:
         limits = MachineLimits(plan=plan, leases_per_device_max=settings.leases_per_device_max)
         run_dir = settings.run_dir.absolute()
         self.job = job
-        self.machine = Machine(job, epoch, limits)
+        self.machine = Machine(job, epoch, limits, accuracy)
         self.counters = counters
         self.outbox = Outbox(switchboard, coordinator_stream(job))
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -69,7 +70,7 @@ class Shell:
         self._results = Maps(run_dir / "jobs" / job, writable=True)
         self._products: dict[int, Floats] = {}  # open GEMM -> C (batch, m, n)
         self.books = Books(ledger, job, epoch, self._slots, self._products.get)
-        self._verifier = Verifier()
+        self._verifier = Verifier(accuracy=accuracy)
         self._checkers = ThreadPoolExecutor(max(1, min(CHECK_THREADS_MAX, (os.cpu_count() or 1) - 1)), "check")
         self._gateways: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()

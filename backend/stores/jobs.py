@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from backend.stores.database import Database
+from tileweave.protocol.messages import Accuracy
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
@@ -48,6 +49,7 @@ class JobSpec:
     config: dict[str, Any] = field(default_factory=dict)
     steps: int = 1
     mode: str = "tiles"
+    accuracy: Accuracy = "rowwise"
     weight: float = 1.0
     data: str | None = None
     inputs: dict[str, str] = field(default_factory=dict)
@@ -113,11 +115,11 @@ class JobStore:
         job_id = "j" + secrets.token_hex(6)
         with self._db.write(durable=True) as connection:
             connection.execute(
-                "INSERT INTO jobs (id, kind, name, recipe, config, steps, mode, weight, data, inputs, created_s)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs (id, kind, name, recipe, config, steps, mode, accuracy, weight, data, inputs,"
+                " created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     job_id, spec.kind, spec.name, spec.recipe, json.dumps(spec.config), spec.steps, spec.mode,
-                    spec.weight, spec.data, json.dumps(spec.inputs), now_s,
+                    spec.accuracy, spec.weight, spec.data, json.dumps(spec.inputs), now_s,
                 ),
             )  # fmt: skip
             return _job(_select(connection, job_id))

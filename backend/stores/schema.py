@@ -125,4 +125,8 @@ MIGRATIONS: tuple[str, ...] = (
         PRIMARY KEY (job, epoch, device)
     ) WITHOUT ROWID;
     """,
+    """
+    -- What a job's products are checked for: rowwise or normwise (tileweave/protocol/messages.py, Accuracy).
+    ALTER TABLE jobs ADD COLUMN accuracy TEXT NOT NULL DEFAULT 'rowwise';
+    """,
 )

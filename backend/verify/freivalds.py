@@ -25,6 +25,8 @@ more than the check; d is subtracted in float64, for free.
 Subnormals: a device may read or write numbers below 2^-126 as 0. `judge` adds what that can change (`flushed`) to both
 bounds. A row whose exact product is zero must be exactly zero.
 
+A job may accept norm-wise products: each row is then allowed a width besides these bounds (normwise.py).
+
 Left out: what is kept between tiles (verifier.py), k-ranges, operands rounded to f16 or bf16.
 """
 
@@ -37,17 +39,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backend.coordinator.events import Check
+from backend.verify import normwise
+from backend.verify.normwise import Allowance
+from tileweave.protocol.messages import Accuracy
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 PROBES = 2  # columns of R: an error must hide from both
 ACCEPT = 8.0  # times T or L
-UNIT_ROUNDOFF = 2.0**-24
+UNIT_ROUNDOFF = normwise.UNIT_ROUNDOFF
 NORMAL_MIN = 2.0**-126
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 EXACT_BYTES_MAX = 32 << 20  # float64 copies of the rows judged at once
 SETTLE = 2.0  # times the bound on a whole row's error, which honest sums stay below 0.9 of
+SETTLE_NORMWISE = 3.0  # times the width of normwise.py, which honest products stay below 2.9 of
 SETTLED_ROWS = 32  # at once, the worst first: a liar is found in the first run
 PARTS = 17  # odd, so that data with a period of a power of two does not hide its peaks between them
 LANES = 16  # the widest SIMD a kernel might sum along k with, in float32
@@ -109,15 +115,19 @@ def rows_part(a: F32, beta: F32) -> F32:
         return part
 
 
-def passes(abr: F32, part: F32 | None, c: F32, r: F32, k: int) -> NDArray[np.bool_]:
-    """Which rows (batch, m) are within 8 T for certain. `part` is `rows_part`; None: use the C part of T instead."""
+def passes(abr: F32, part: F32 | None, c: F32, r: F32, k: int, spread: F64 | None = None) -> NDArray[np.bool_]:
+    """Which rows (batch, m) are within 8 T for certain. `part` is `rows_part`; None: use the C part of T instead.
+    `spread` (batch,) is normwise's u P, added to T where the job accepts that."""
     with np.errstate(all="ignore"):
         if part is None:
             part = np.vecdot(c, c)
         probes = np.abs(abr.astype(np.float64) - np.matmul(c, r))
         d = np.maximum.reduce([probes[:, :, probe] for probe in range(PROBES)])  # max(axis=2) takes longer than C R
-        good: NDArray[np.bool_] = np.isfinite(part) & (d <= ACCEPT * root(k) * np.sqrt(part, dtype=np.float64))
-    zero = np.nonzero(good & (part == 0.0))  # 0 <= 0 may be an underflow: what looks zero has to be
+        bound = ACCEPT * root(k) * np.sqrt(part, dtype=np.float64)
+        if spread is not None:
+            bound += ACCEPT * spread[:, None]
+        good: NDArray[np.bool_] = np.isfinite(bound) & (d <= bound)
+    zero = np.nonzero(good & (bound == 0.0))  # 0 <= 0 may be an underflow: what looks zero has to be
     good[zero] = ~c[zero].any(axis=1)
     return good
 
@@ -138,56 +148,84 @@ def exact_columns(bt: F32, r: F32) -> ExactColumns:
     return exact
 
 
-def judge(a: F32, bt: F32, c: F32, r: F32, exact: ExactColumns, doubtful: NDArray[np.bool_]) -> Verdict:
+def judge(
+    a: F32,
+    bt: F32,
+    c: F32,
+    r: F32,
+    exact: ExactColumns,
+    doubtful: NDArray[np.bool_],
+    accuracy: Accuracy = "rowwise",
+) -> Verdict:
     """The rules of this module's head for the rows (batch, m) that are `doubtful`.
 
     Operands that are not finite, or whose product overflows float32, are nobody's fault: OPERANDS_NOT_FINITE.
     """
-    if not np.isfinite(exact.beta).all() or not np.isfinite(a[doubtful]).all():
+    fast = accuracy == "normwise"  # then every row of A may be in every row of C
+    if not np.isfinite(exact.beta).all() or not np.isfinite(a if fast else a[doubtful]).all():
         return Verdict(Check.OPERANDS_NOT_FINITE, "an operand holds NaN or infinity")
     for entry in np.flatnonzero(doubtful.any(axis=1)):
         columns = ExactColumns(exact.br[entry], exact.beta[entry], exact.beta_subnormal[entry])
+        if fast and not np.isfinite(c[entry]).all() and normwise.may_overflow(a[entry], bt[entry]):
+            return Verdict(Check.OPERANDS_NOT_FINITE, "the operands are so large that a fast product overflows float32")
+        beside = normwise.NOTHING
+        if fast:
+            beside = normwise.allowance(a[entry], bt[entry], _flushed_most(a[entry], columns, len(bt[entry])))
         for rows in _blocks(np.flatnonzero(doubtful[entry]), max(a.shape[2], bt.shape[1])):
-            verdict = _judge_rows(a[entry, rows].astype(np.float64), bt[entry], c[entry, rows], r, columns)
+            verdict = _judge_rows(a[entry, rows].astype(np.float64), bt[entry], c[entry, rows], r, columns, beside)
             if verdict is not None:
                 return Verdict(verdict.kind, f"batch entry {entry}, rows {rows[0]} to {rows[-1]}: {verdict.detail}")
     return Verdict(Check.GOOD)
 
 
-def _judge_rows(a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns) -> Verdict | None:
-    """Rows (rows, k) of one batch entry; None: good."""
+def _judge_rows(a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns, beside: Allowance) -> Verdict | None:
+    """Rows (rows, k) of one batch entry; None: good. `beside`: what a norm-wise job allows them more."""
     if not np.isfinite(c32).all():
         return _judge_not_finite(a, bt, c32, columns.beta)
     k, n = a.shape[1], bt.shape[0]
     c = c32.astype(np.float64)
     d = np.abs(a @ columns.br - c @ r.astype(np.float64)).max(axis=1)
     part = np.square(a) @ np.square(columns.beta)
-    flushed = (
-        np.abs(_subnormal(a)) @ columns.beta
-        + np.abs(a) @ columns.beta_subnormal
-        + 2 * k * NORMAL_MIN * math.sqrt(n)  # 2k operations, each of whose results may be flushed
-    )
+    flushed = _flushed(a, columns, n)
     tight = root(k) * np.sqrt(part + np.square(c).sum(axis=1)) + flushed
     loose = root(k) * (np.abs(a) @ columns.beta) + flushed
-    if c[part == 0.0].any():
+    if beside == normwise.NOTHING and c[part == 0.0].any():
         return Verdict(Check.BAD, "numbers where the product is exactly zero")
-    excess = d / np.maximum(tight, loose)
+    excess = d / (np.maximum(tight, loose) + beside.width)
     if (excess > ACCEPT * math.sqrt(k)).any():
         return Verdict(Check.BAD, f"the error is {excess.max():.3g} times what rounding explains (at most {ACCEPT:g})")
+    tight += beside.spread
     worst_first = np.argsort(tight / np.maximum(d, NORMAL_MIN))
     for rows in _runs(worst_first[(d > ACCEPT * tight)[worst_first]], SETTLED_ROWS):
-        if not _settled(a[rows], bt, c[rows], part[rows], flushed[rows]):
+        if not _settled(a[rows], bt, c[rows], part[rows], flushed[rows], SETTLE_NORMWISE * beside.width):
             return Verdict(Check.BAD, "not the product when computed again in float64")
     return None
 
 
-def _settled(a: F64, bt: F32, c: F64, part: F64, flushed: F64) -> bool:
+def _flushed(a: F64, columns: ExactColumns, n: int) -> F64:
+    """What a device that holds subnormals as 0 may change in each of these rows of C, 2-norm."""
+    inputs: F64 = np.abs(_subnormal(a)) @ columns.beta + np.abs(a) @ columns.beta_subnormal
+    inputs += 2 * a.shape[1] * NORMAL_MIN * math.sqrt(n)  # 2k operations, each of whose results may be flushed
+    return inputs
+
+
+def _flushed_most(a: F32, columns: ExactColumns, n: int) -> float:
+    """The most of `_flushed` in any row of a tile's A (m, k); 0 for an empty product, which nothing changes."""
+    if not columns.beta.any() or not a.any():
+        return 0.0
+    return max(
+        float(_flushed(a[rows].astype(np.float64), columns, n).max()) for rows in _blocks(np.arange(len(a)), a.shape[1])
+    )
+
+
+def _settled(a: F64, bt: F32, c: F64, part: F64, flushed: F64, allowed_anyway: float) -> bool:
     """Do these rows of C stand up to the product in float64?
 
     A float32 sum errs by about u times the sizes of its partial sums, which T knows only the last of. Here the largest
     is looked for, in the usual orders: one sum along k, seen at PARTS places, and 2, 4 .. LANES interleaved ones. Each
     row must be within SETTLE of the bound that it gives. A row that is not, because the terms are alike and errors add
-    up, must be no worse than SETTLE times what a float32 sum along k makes of a few of its elements.
+    up, must be no worse than SETTLE times what a float32 sum along k makes of a few of its elements. An
+    error up to `allowed_anyway` (2-norm of a row) needs no such explanation.
     """
     k = a.shape[1]
     total = np.zeros_like(c)
@@ -203,7 +241,7 @@ def _settled(a: F64, bt: F32, c: F64, part: F64, flushed: F64) -> bool:
         lanes = [one + two for one, two in zip(lanes[:half], lanes[half:], strict=True)]
     allowed = SETTLE * (root(k) * np.sqrt(part + peak) + flushed)
     error = np.sqrt(np.square(c - total).sum(axis=1))
-    far = error > allowed
+    far = error > np.maximum(allowed, allowed_anyway)
     return bool((error[far] <= allowed[far] * _bias(a[far], bt, total[far])).all())
 
 

@@ -28,7 +28,9 @@ from backend.coordinator.events import (
     Tick,
 )
 from backend.coordinator.fleet import MachineLimits
+from backend.coordinator.machine import Machine
 from planner.shapes import PlanLimits
+from tileweave.protocol.messages import Accuracy
 
 # ---- the plain way -----------------------------------------------------------------------------------------------
 
@@ -48,6 +50,15 @@ def test_a_lease_names_its_panels_and_its_epoch(bench: Any) -> None:
     second = bench.only(SendLease, effects)[1]
     assert second.lease.deadline_s > lease.deadline_s, "the second lease waits behind the first"
     assert isinstance(effects[effects.index(first) + 1], PrepareCheck)
+
+
+@pytest.mark.parametrize("accuracy", ["rowwise", "normwise"])
+def test_every_lease_says_what_its_job_accepts(bench: Any, accuracy: Accuracy) -> None:
+    harness = bench()
+    harness.machine = Machine("job", bench.EPOCH, MachineLimits(), accuracy)
+    harness.join("ann")
+    leases = bench.only(SendLease, harness.submit())
+    assert leases and {lease.lease.accuracy for lease in leases} == {accuracy}
 
 
 def test_a_gemm_runs_to_its_end_and_every_flop_is_credited_once(bench: Any) -> None:

@@ -115,6 +115,7 @@ def test_a_training_job_from_submission_to_cancel(make_client) -> None:
         ({"steps": 0}, "steps"),
         ({"steps": 10**9}, "at most"),
         ({"mode": "slices"}, "mode"),
+        ({"accuracy": "loose"}, "accuracy: Input should be 'rowwise' or 'normwise'; got 'loose'"),
         ({"extra": 1}, "extra"),
         ({"weight": float("nan")}, "weight"),
         ({"config": {"lr": float("nan")}}, "lr"),
@@ -183,6 +184,21 @@ def test_matrices_that_cannot_be_multiplied(make_client, a, b, word) -> None:
     assert world.jobs.count() == 0
 
 
+@pytest.mark.parametrize("accuracy", ["rowwise", "normwise", None])
+def test_a_job_says_what_its_products_are_checked_for(make_client, accuracy) -> None:
+    client, world = make_client()
+    chosen = {} if accuracy is None else {"accuracy": accuracy}
+    ones = npy(np.ones((2, 2), np.float32))
+    for answer in (
+        client.post(f"{API}/jobs", headers=ADMIN, json={**TRAIN, **chosen}),
+        client.post(f"{API}/jobs", headers=ADMIN, data={"kind": "gemm", **chosen}, files=files(ones, ones)),
+    ):
+        assert answer.status_code == 201, answer.text
+        job = answer.json()["id"]
+        assert client.get(f"{API}/jobs/{job}").json()["accuracy"] == (accuracy or "rowwise")
+        assert world.jobs.get(job).accuracy == (accuracy or "rowwise")
+
+
 def test_pickles_are_refused(make_client) -> None:
     client, _ = make_client()
     evil = io.BytesIO()
@@ -200,6 +216,12 @@ def test_forms_that_are_not_as_expected(make_client) -> None:
         ({"kind": "train"}, files(good, good), 422, "kind"),
         ({"kind": "gemm"}, files(good, good, ("../../a.exe", "b.npy")), 422, ".npy"),
         ({"kind": "gemm"}, files(good, bytes(5000)), 413, "4096"),
+        (
+            {"kind": "gemm", "accuracy": "loose"},
+            files(good, good),
+            422,
+            "accuracy: got 'loose', expected 'rowwise' or 'normwise'",
+        ),
         ({"kind": "x" * 5000}, files(good, good), 422, "short text"),
         ({f"f{number}": "x" for number in range(20)}, files(good, good), 422, "fields"),
     ):

@@ -43,7 +43,7 @@ from backend.switchboard.messages import (
     ToGateway,
 )
 from backend.switchboard.streams import ALLOCATOR_STREAM, Switchboard, coordinator_stream, gateway_stream
-from tileweave.protocol.messages import Profile
+from tileweave.protocol.messages import Accuracy, Profile
 from tileweave.script.wire import (
     CheckpointWritten,
     Control,
@@ -69,14 +69,15 @@ Compute = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Rig:
     """One job in the store, its coordinator process, and the test in the roles of script and gateway."""
 
-    def __init__(self, valkey: Any) -> None:
+    def __init__(self, valkey: Any, accuracy: Accuracy = "rowwise") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tw-"))
         self.settings = Settings(data_dir=self.folder, redis_url=valkey.url)
         self.url = valkey.url
         self.database = Database(self.settings.database_path)
         self.jobs = JobStore(self.database)
         self.ledger = Ledger(self.database)
-        self.job = self.jobs.create(JobSpec(kind="train", name="t", recipe="gpt-bytes", steps=3), time.time()).id
+        spec = JobSpec(kind="train", name="t", recipe="gpt-bytes", steps=3, accuracy=accuracy)
+        self.job = self.jobs.create(spec, time.time()).id
         self.device = DeviceStore(self.database).register("dev", "test", time.time())[0]
         self.board = Switchboard(valkey.url)
         self.token = secrets.token_urlsafe(16)
@@ -162,6 +163,13 @@ def liar(a: np.ndarray, bt: np.ndarray) -> np.ndarray:
     return product
 
 
+def norm_wise(a: np.ndarray, bt: np.ndarray) -> np.ndarray:
+    """As a fast algorithm might: the last row errs by what is rounding beside the others, and more than its own."""
+    product = honest(a, bt)
+    product[:, -1] += 1e-6 * np.sqrt(np.square(product).mean())
+    return product
+
+
 class Script:
     """The script's end of the socket."""
 
@@ -187,11 +195,12 @@ class Script:
 
 
 class Operands:
-    """A (batch, m, k), B^T (batch, n, k) and room for C in one file of the arena."""
+    """A (batch, m, k), whose last row is small, B^T (batch, n, k) and room for C in one file of the arena."""
 
     def __init__(self, welcome: ScriptWelcome, batch: int, m: int, n: int, k: int, number: int = 1) -> None:
         random = np.random.default_rng(batch + m + n + k)
         self.a = random.standard_normal((batch, m, k), np.float32)
+        self.a[:, -1] *= np.float32(1e-3)
         self.bt = random.standard_normal((batch, n, k), np.float32)
         self.shape = (batch, m, n)
         self.path = Path(welcome.arena_dir) / f"segment-{number}.bin"
@@ -208,9 +217,9 @@ class Operands:
         return np.fromfile(self.path, np.float32, region.size // 4, offset=region.offset).reshape(self.shape)
 
 
-def run(valkey: Any, scenario: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
+def run(valkey: Any, scenario: Callable[[Rig], Coroutine[Any, Any, None]], accuracy: Accuracy = "rowwise") -> None:
     async def bounded() -> None:
-        rig = Rig(valkey)
+        rig = Rig(valkey, accuracy)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await scenario(rig)
@@ -308,6 +317,19 @@ def test_a_liar_is_rejected_quarantined_and_sent_away(valkey) -> None:
             assert not work.product().any()
 
     run(valkey, scenario)
+
+
+@pytest.mark.parametrize(("accuracy", "verdict"), [("rowwise", "rejected"), ("normwise", "accepted")])
+def test_a_norm_wise_product_is_for_jobs_that_accept_it(valkey, accuracy, verdict) -> None:
+    async def scenario(rig: Rig) -> None:
+        async with connected(rig) as (script, welcome):
+            await rig.join()
+            script.say(Operands(welcome, 1, 24, 24, 24).request)
+            await rig.serve(norm_wise, lambda: len(rig.of(Acknowledge)) == len(rig.of(Push)) > 0)
+            assert {push.lease.accuracy for push in rig.of(Push)} == {accuracy}
+            assert verdict in {acknowledged.ack.verdict for acknowledged in rig.of(Acknowledge)}
+
+    run(valkey, scenario, accuracy)
 
 
 def test_results_of_an_earlier_epoch_are_answered_late_and_their_slots_freed(valkey) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from backend.cli import app
 from backend.settings import Settings
 from backend.stores.database import Database
 from backend.stores.jobs import JobStore, StepRow
@@ -63,8 +66,9 @@ def a_step(number: int) -> StepRow:
 
 def test_a_job_from_submission_to_its_files(client, store, settings, tmp_path) -> None:
     assert client.ready()
-    job = client.submit_train("gpt-bytes", {"layers": 2}, steps=3, name="mine")
+    job = client.submit_train("gpt-bytes", {"layers": 2}, steps=3, name="mine", accuracy="normwise")
     assert client.job(job["id"])["name"] == "mine"
+    assert client.job(job["id"])["accuracy"] == "normwise"
     assert [row["id"] for row in client.jobs(state="queued")] == [job["id"]]
     epoch = store.begin_epoch(job["id"], time.time())
     for number in range(1, 6):
@@ -91,7 +95,8 @@ def test_a_job_from_submission_to_its_files(client, store, settings, tmp_path) -
 def test_a_gemm_job_of_two_files(client, tmp_path) -> None:
     np.save(tmp_path / "a.npy", np.ones((3, 4), np.float32))
     np.save(tmp_path / "b.npy", np.ones((4, 2), np.float32))
-    job = client.submit_gemm(tmp_path / "a.npy", tmp_path / "b.npy", name="product")
+    job = client.submit_gemm(tmp_path / "a.npy", tmp_path / "b.npy", name="product", accuracy="normwise")
+    assert client.job(job["id"])["accuracy"] == "normwise"
     assert (job["kind"], job["name"], job["state"]) == ("gemm", "product", "queued")
     with pytest.raises(RestError, match="columns"):
         client.submit_gemm(tmp_path / "a.npy", tmp_path / "a.npy")
@@ -104,6 +109,17 @@ def test_the_fleet_of_a_fresh_server(client) -> None:
     assert client.leaderboard()["rows"] == []
     with pytest.raises(RestError, match="no device"):
         client.device("d1")
+
+
+@pytest.mark.parametrize("accuracy", ["rowwise", "normwise"])
+def test_the_command_submits_what_was_asked_for(client, settings, accuracy) -> None:
+    options = ["submit", "gpt-bytes", "--url", client.url, "--token", TOKEN, "--accuracy", accuracy, "--json"]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0, result.output
+    assert client.job(json.loads(result.stdout)["id"])["accuracy"] == accuracy
+    refused = CliRunner().invoke(app, [*options, "--accuracy", "loose"])
+    assert refused.exit_code == 1
+    assert "Input should be 'rowwise' or 'normwise'; got 'loose'" in refused.stderr
 
 
 def test_failures_have_a_status_and_a_reason(client, settings) -> None:

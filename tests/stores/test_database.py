@@ -13,6 +13,7 @@ import pytest
 
 from backend.stores import database
 from backend.stores.database import Database, DatabaseBusy, SchemaTooNew
+from backend.stores.jobs import JobStore
 from backend.stores.schema import MIGRATIONS
 
 
@@ -42,7 +43,10 @@ def test_a_schema_from_a_newer_release_is_refused_and_left_alone(tmp_path: Path)
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     connection.close()
-    with pytest.raises(SchemaTooNew, match=r"has schema version 2, this release knows up to 1: start a release"):
+    with pytest.raises(
+        SchemaTooNew,
+        match=rf"has schema version {len(MIGRATIONS) + 1}, this release knows up to {len(MIGRATIONS)}: start a",
+    ):
         Database(path)
 
 
@@ -62,6 +66,23 @@ def test_migrations_run_once_each_in_order_and_all_or_nothing(tmp_path: Path, mo
         assert [row[0] for row in db.connection.execute("SELECT x FROM extra")] == ["a;b"]
         assert db.connection.execute("SELECT COUNT(*) FROM sqlite_schema WHERE name = 'half'").fetchone()[0] == 0
         db.close()
+
+
+def test_a_job_of_the_first_release_is_row_wise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.sqlite"
+    monkeypatch.setattr(database, "MIGRATIONS", MIGRATIONS[:1])
+    db = Database(path)
+    with db.write() as connection:
+        connection.execute(
+            "INSERT INTO jobs (id, kind, name, recipe, config, steps, mode, weight, inputs, created_s)"
+            " VALUES ('j1', 'gemm', '', 'gemm', '{}', 1, 'tiles', 1, '{}', 0)"
+        )
+    db.close()
+    monkeypatch.undo()
+    again = Database(path)
+    job = JobStore(again).get("j1")
+    assert job is not None and job.accuracy == "rowwise"
+    again.close()
 
 
 def test_an_incomplete_migration_is_our_bug_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,9 @@ def row(step: int, loss: float | None = 1.0, tiles: int = 3) -> StepRow:
 
 
 def test_a_job_is_stored_as_asked_for(jobs: JobStore, tmp_path: Path) -> None:
-    gemm = JobSpec(kind="gemm", name="a @ b", inputs={"a": "/x/a.npy", "b": "/x/b.npy"}, data="d1", weight=2.5)
+    gemm = JobSpec(
+        kind="gemm", name="a @ b", inputs={"a": "/x/a.npy", "b": "/x/b.npy"}, data="d1", weight=2.5, accuracy="normwise"
+    )
     for spec in (TRAIN, gemm):
         job = jobs.create(spec, 10.0)
         assert job.state == "queued" and job.created_s == 10.0 and job.epoch == 0

@@ -126,8 +126,8 @@ class Need(Struct, frozen=True, kw_only=True):
 
 
 Accuracy = Literal["rowwise", "normwise"]
-"""What a product's errors must be small beside. rowwise: each row's own rounding, as in any order of summation. normwise:
-the rounding of the largest terms of the whole product; Strassen-like algorithms give no more."""
+"""What a product's errors must be small beside. rowwise: each row's own rounding, as in any order of summation.
+normwise: the rounding of the largest terms of the whole product; Strassen-like algorithms give no more."""
 
 
 class Lease(Struct, frozen=True, kw_only=True):
