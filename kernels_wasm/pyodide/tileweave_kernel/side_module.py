@@ -25,10 +25,8 @@ class SideModule:
         library = ctypes.CDLL(str(path))
         self.note = f"{path.stem.removeprefix('gemm_')} side module"
         self._gemm = _declared(library.gemm, 18, None)
-        self._fast = _declared(library.gemm_fast, 10, None) if hasattr(library, "gemm_fast") else None
-        self._fast_scratch_bytes = (
-            _declared(library.gemm_fast_scratch_bytes, 3, u32) if self._fast else lambda m, n, k: 0
-        )
+        self._fast = _declared(library.gemm_fast, 10, None)
+        self._fast_scratch_bytes = _declared(library.gemm_fast_scratch_bytes, 3, u32)
         self._scratch = bytearray(_declared(library.gemm_scratch_bytes, 0, u32)())
 
     def fast_scratch_bytes(self, m: int, n: int, k: int) -> int:
