@@ -16,19 +16,20 @@
  *
  * Accuracy is norm-wise: an element errs with the largest row of A and column of B, not with its own. With u = 2^-24,
  *
- *   max |error| <= 64 u max_i |A[i,:]| max_j |B[:,j]|      (Euclidean norms; practical)
+ *   max |error| <= 80 u max_i |A[i,:]| max_j |B[:,j]|      (Euclidean norms; practical)
  *
  * and in the worst case G (k / 2^levels + 6) u times these norms, G = 12 for one level and 12 * 18 for two (after
  * Higham, Accuracy and Stability of Numerical Algorithms, chapter 23: Strassen's form grows 12 a level, Winograd's 18).
  * Measured: 4 u with one level and 14 u with two over normal, scaled, sparse, cancelling data; all of one sign 25 u;
- * constant matrices, whose roundings all agree, 52 u, as in gemm() itself. An infinity or a NaN spreads over C.
+ * constant matrices, whose roundings all agree, 66 u, as in gemm() itself. That is why FAST_KC is 256: 512 is no faster
+ * on large tiles and makes it 119 u. An infinity or a NaN spreads over C.
  *
  * Left out: a third level (more error for little), other types, accumulation and bias (gemm() has them).
  */
 #ifdef __wasm_simd128__
 #include "pack.h"
 
-enum { FAST_KC = 512, FAST_MC = 20 * MR, FAST_NC = 512 };
+enum { FAST_KC = 256, FAST_MC = 20 * MR, FAST_NC = 512 };
 /* Where a level pays, measured: one from sides of 192 on, two where m and n have 768 and k 256. */
 enum { ONE_LEVEL_MIN = 192, TWO_LEVELS_MIN = 768, TWO_LEVELS_MIN_K = 256 };
 
@@ -211,7 +212,7 @@ static Shape core(u32 m, u32 n, u32 k, u32 parts) {
   return (Shape){m - m % (MR * parts), n - n % (NR * parts), k - k % (4 * parts)};
 }
 
-/* Bytes that gemm_fast() needs at `scratch`: 1.3 MB of packed blocks, and with two levels a quarter of A and one of B.
+/* Bytes that gemm_fast() needs at `scratch`: 0.7 MB of packed blocks, and with two levels a quarter of A and one of B.
  * 0: gemm() is as fast here, and gemm_fast() does not apply. */
 EXPORT(gemm_fast_scratch_bytes) u32 gemm_fast_scratch_bytes(u32 m, u32 n, u32 k) {
   u32 count = levels(m, n, k);

@@ -14,7 +14,7 @@ from wasmtime import Config, Engine, Instance, Memory, Module, Store
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ("relaxed", "strict")
 UNIT_ROUNDOFF = 2.0**-24
-GROWTH = 64  # of fast.c's first comment
+GROWTH = 80  # of fast.c's first comment
 PACKED_BYTES_MAX = 2 << 20
 GUARD = 0xA5
 
@@ -146,7 +146,7 @@ def kinds(m: int, n: int, k: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "lognormal": (np.exp(2 * a), bt),
         "rows of many sizes": (a * np.float32(10) ** random.integers(-4, 1, (m, 1)).astype(np.float32), bt),
         "outliers": (outliers, bt),
-        "constant": (np.full((m, k), 0.1, np.float32), np.full((n, k), 0.3, np.float32)),
+        "constant": (np.full((m, k), 0.5638, np.float32), np.full((n, k), 0.3572, np.float32)),
         "cancelling": (np.tile(a[:, :half], 2), np.concatenate([bt[:, :half], -bt[:, :half]], axis=1)),
         "tiny": (a * np.float32(1e-15), bt * np.float32(1e-15)),
         "large": (a * np.float32(1e15), bt * np.float32(1e15)),
@@ -154,7 +154,9 @@ def kinds(m: int, n: int, k: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("kind", list(kinds(2, 2, 2)))
-@pytest.mark.parametrize(("m", "n", "k"), [(192, 192, 192), (500, 300, 200), (768, 770, 512), (800, 768, 1024)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(192, 192, 192), (500, 300, 200), (192, 200, 2048), (768, 770, 512), (800, 768, 1024)]
+)
 def test_error_is_norm_wise(kernel: Kernel, kind: str, m: int, n: int, k: int) -> None:
     a, bt = kinds(m, n, k)[kind]
     assert_close(kernel.multiply(a, bt), a, bt)
