@@ -65,8 +65,8 @@ def _clamped(value: float, default: float, low: float, high: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class DeviceRecord:
-    """One connection of one device, from `Joined` to `Left`. `memory_bytes` begins as `memory_offered` and shrinks when
-    the device fails for want of memory."""
+    """One connection of one device, from `Joined` to `Left`. `flops` is the device's claim until `measured`;
+    `memory_bytes` begins as `memory_offered` and shrinks when the device fails for want of memory."""
 
     device: str
     connection: str
@@ -84,6 +84,7 @@ class DeviceRecord:
     rejects: int
     ready: bool = True
     reason: str = ""
+    measured: bool = False
     barred: str = ""
     fails: int = 0
     leases: int = 0
@@ -198,6 +199,7 @@ class DeviceRecord:
 
     def measure(self, lease: LeaseRecord, upload_s: float, now_s: float, limits: MachineLimits) -> None:
         """Refresh the averages from a result of this device, whose kernel time is already clamped."""
+        self.measured = True
         flops = _clamped(lease.tile.flop / max(lease.seconds, 1e-6), self.flops, limits.flops_min, limits.flops_max)
         self.flops += SMOOTHING * (flops - self.flops)
         if upload_s > 0 and lease.tile.result_bytes >= LINK_BYTES_MIN:

@@ -44,7 +44,6 @@ from tileweave.protocol import (
 RUN_BYTES_MAX = 4 << 20  # panel bytes after which a PING measures the link, while more follow
 BYE_S_MAX = 1.0  # for the last words to a peer that may be gone
 CHANGES_PER_S = 5.0  # of a device's status that are told at once: each has the coordinator look for work again
-FLOPS_WEIGHT = 0.2  # of one result in the running average of a device's speed
 
 log = structlog.get_logger("gateway")
 
@@ -95,7 +94,6 @@ class Connection:
         self._chunk_s = now_s
         self._heard_s = now_s
         self._told = LinkFigures()
-        self._flops = 0.0  # of its kernel, by its own clock, over its last results; for the pages only
         self._wake = asyncio.Event()
         self._bye: Bye | None = None
         self._view: tuple[PanelRef, memoryview] | None = None
@@ -212,7 +210,7 @@ class Connection:
             "reason": self.status.reason,
             "kernel": profile.kernel,
             "workers": profile.workers,
-            "flops": self._flops or profile.flops,
+            "claimed_flops": profile.flops,
             "rtt_s": self.meter.rtt_s,
             "down_bps": self.meter.down_bps,
             "up_bps": self.meter.up_bps,
@@ -385,9 +383,6 @@ class Connection:
             return
         burst_bytes, burst_s = self.wire.burst()
         self.meter.upload(burst_bytes, burst_s)
-        if effect.flop and effect.seconds > 0:
-            flops = effect.flop / effect.seconds
-            self._flops = flops if not self._flops else self._flops + FLOPS_WEIGHT * (flops - self._flops)
         self.house.slot_filled(upload.slot)
         result = ResultReady(
             device=self.identity.device,

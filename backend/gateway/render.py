@@ -63,9 +63,12 @@ def _waiting(job: Job, live: Mapping[str, Any]) -> str | None:
 
 
 def device_json(device: DeviceRow, live: Mapping[str, Any], now_s: float) -> dict[str, Any]:
-    """`live`: fields that the device's gateway keeps in Redis while it is connected. `flops` is taken from its results,
-    before that what the device says of itself."""
+    """`live`: fields that the device's gateway keeps in Redis while it is connected.
+
+    `claimed_flops` is what the device said at joining, of all its workers; `measured_flops` what the server made of its
+    results, of one worker, null before the first; `flops` the latter where it is known."""
     online = bool(live)
+    claimed, measured = live.get("claimed_flops"), live.get("measured_flops")
     return {
         "id": device.id,
         "name": device.name,
@@ -75,7 +78,9 @@ def device_json(device: DeviceRow, live: Mapping[str, Any], now_s: float) -> dic
         "job": live.get("job"),
         "kernel": live.get("kernel", device.kernel),
         "workers": live.get("workers"),
-        "flops": live.get("flops"),
+        "flops": claimed if measured is None else measured,
+        "claimed_flops": claimed,
+        "measured_flops": measured,
         "down_bps": live.get("down_bps"),
         "up_bps": live.get("up_bps"),
         "rtt_s": live.get("rtt_s"),

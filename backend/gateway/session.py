@@ -71,12 +71,11 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The result is complete. `flop` is 0 where the lease is not known here."""
+    """The result is complete."""
 
     lease: int
     job: str
     seconds: float
-    flop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +256,9 @@ class Session:
         if upload.received == upload.size:
             del self._uploads[message.lease]
             lease = self._leases.get(message.lease)
-            flop = 0
             if lease is not None:
                 lease.done = True
-                flop = 2 * lease.push.lease.k * lease.size // FLOAT_BYTES
-            effects.append(Finish(message.lease, upload.job, message.seconds, flop))
+            effects.append(Finish(message.lease, upload.job, message.seconds))
         return effects
 
     def _begin(self, message: Result) -> tuple[_Upload | None, list[Effect]]:

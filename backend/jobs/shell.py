@@ -137,7 +137,7 @@ class Shell:
 
     def device_speeds(self) -> dict[str, dict[str, float]]:
         """What the core measured of each device it has had results from."""
-        return {name: {"flops": d.flops} for name, d in self.machine.book.devices.items() if d.accepted}
+        return {name: {"measured_flops": d.flops} for name, d in self.machine.book.devices.items() if d.measured}
 
     def publish(self, event: str, data: dict[str, Any]) -> None:
         """A live event for whoever watches."""

@@ -286,9 +286,15 @@ def test_devices_and_boards(make_client) -> None:
     device, _ = world.devices.register(name, "agent", time.time())
     row = client.get(f"{API}/devices").json()["devices"][0]
     assert (row["id"], row["name"], row["online"], row["state"], row["flop"]) == (device, name, False, "offline", 0)
-    world.redis.hset(f"tw:dev:{device}", mapping={"state": '"ready"', "flops": "1e9", "rtt_s": "NaN"})
+    assert (row["kernel"], row["flops"], row["claimed_flops"], row["measured_flops"]) == ("", None, None, None)
+    fields = {"state": '"ready"', "kernel": '"native-torch"', "claimed_flops": "2e9", "rtt_s": "NaN"}
+    world.redis.hset(f"tw:dev:{device}", mapping=fields)
     row = client.get(f"{API}/devices/{device}").json()
-    assert (row["online"], row["state"], row["flops"], row["rtt_s"]) == (True, "ready", 1e9, None)
+    assert (row["online"], row["state"], row["kernel"], row["rtt_s"]) == (True, "ready", "native-torch", None)
+    assert (row["flops"], row["claimed_flops"], row["measured_flops"]) == (2e9, 2e9, None)
+    world.redis.hset(f"tw:dev:{device}", mapping={"measured_flops": "1e9"})
+    row = client.get(f"{API}/devices/{device}").json()
+    assert (row["flops"], row["claimed_flops"], row["measured_flops"]) == (1e9, 2e9, 1e9)
     board = client.get(f"{API}/leaderboard?order=total&limit=5").json()
     assert board == {"by": "device", "order": "total", "total": 0, "limit": 5, "offset": 0, "rows": []}
     for bad in ("limit=0", "limit=101", "offset=-1", "by=team", "order=x", "limit=nan"):

@@ -316,6 +316,15 @@ def test_a_device_that_connects_again_replaces_itself(make_served) -> None:
     assert second.expect("Pong").nonce == 5
 
 
+def test_what_a_device_claims_is_shown_as_its_claim(make_served) -> None:
+    served = make_served()
+    device = served.device(profile=Profile(kernel="wasm-strict", flops=7e9)).welcome.device
+    key = f"tw:dev:{device}"
+    shown = served.world.wait_until("the live figures", lambda: served.world.redis.hgetall(key))
+    assert (shown[b"kernel"], float(shown[b"claimed_flops"])) == (b'"wasm-strict"', 7e9)
+    assert b"measured_flops" not in shown
+
+
 def test_a_silent_client_is_closed(make_served) -> None:
     served = make_served(ping_s=0.05, silence_s_max=0.3, slot_wait_s_max=0.1)
     peer = served.device()

@@ -253,6 +253,7 @@ def test_a_product_is_verified_assembled_credited_and_recorded(valkey, batch, m,
         async with connected(rig) as (script, welcome):
             allocator = rig.board.receive(ALLOCATOR_STREAM, ToAllocator)
             assert (await anext(allocator))[1] == [JobReady(job=rig.job, epoch=1, weight=1.0)]
+            await rig.board.set_devices_live({rig.device: {"claimed_flops": 1e9}})
             await rig.join()
             work = Operands(welcome, batch, m, n, k)
             script.say(work.request)
@@ -270,6 +271,10 @@ def test_a_product_is_verified_assembled_credited_and_recorded(valkey, batch, m,
             while len(released := [s for r in rig.of(Release) for s in r.slots]) < len(pushes):
                 rig.sent += (await anext(rig.from_coordinator))[1]
             assert sorted(released) == list(range(1, len(pushes) + 1))
+
+            while "measured_flops" not in (speeds := (await rig.board.device_live([rig.device]))[0]):
+                pass
+            assert speeds["claimed_flops"] == 1e9 != speeds["measured_flops"] > 0
 
             script.say(StepReport(step=1, loss=2.5, samples=8, seconds=0.1, flop_offloaded=flop, flop_local=7))
             script.say(SampleText(step=1, text="to be"))
