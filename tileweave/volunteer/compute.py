@@ -1,5 +1,7 @@
 """The kernels of a native volunteer: the matrix product of NumPy or, where it is installed, torch: the faster one here.
 
+Each is proved (prove.py) and measured at joining; one that is wrong is not used, and the volunteer's status says why.
+
 A tile is `batch` products C_i[m,n] = A_i[m,k] (B^T_i[n,k])^T in float32. Parallelism comes from several tiles at a
 time, one thread each: BLAS must be told to use one thread before NumPy is imported (main.py does). Left out: GPUs.
 """
@@ -7,16 +9,13 @@ time, one thread each: BLAS must be told to use one thread before NumPy is impor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tileweave.volunteer.errors import VolunteerEnded
+from tileweave.volunteer.prove import Floats, Multiply, first_fault
 from tileweave.volunteer.session import Task
-
-Floats = NDArray[np.float32]
-Multiply = Callable[[Floats, Floats], Floats]  # (batch, m, k), (batch, n, k) -> (batch, m, n)
 
 MEASURE_S = 0.15  # for each kernel
 MEASURE_SHAPE = (1, 384, 512)  # batch, rows of A and of B^T, k: 0.15 GFLOP, larger than the caches of one core
@@ -24,11 +23,12 @@ MEASURE_SHAPE = (1, 384, 512)  # batch, rows of A and of B^T, k: 0.15 GFLOP, lar
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A matrix product and its speed on one thread, in FLOP/s."""
+    """A matrix product and its speed on one thread, in FLOP/s. `note`: which kernels were found wrong, and how."""
 
     name: str
     multiply: Multiply
     flops: float
+    note: str = ""
 
 
 def multiply_numpy(a: Floats, bt: Floats) -> Floats:
@@ -57,11 +57,22 @@ def flop(task: Task) -> int:
     return 2 * lease.batch * lease.m * lease.n * lease.k
 
 
-def fastest_kernel() -> Kernel:
-    """Measures the kernels there are, in under half a second, and takes the fastest."""
-    candidates = {"numpy": multiply_numpy, "torch": _torch_multiply()}
-    kernels = [Kernel(name, multiply, _measure(multiply)) for name, multiply in candidates.items() if multiply]
-    return max(kernels, key=lambda kernel: kernel.flops)
+def installed_kernels() -> dict[str, Multiply]:
+    """The products there are on this machine, by their names in a profile."""
+    torch = _torch_multiply()
+    return {"native-numpy": multiply_numpy} | ({"native-torch": torch} if torch else {})
+
+
+def fastest_kernel(kernels: dict[str, Multiply]) -> Kernel:
+    """Proves and measures them, in under a second for each, and takes the fastest that is right. Raises VolunteerEnded
+    where none is."""
+    faults = {name: fault for name, multiply in kernels.items() if (fault := first_fault(multiply))}
+    note = "; ".join(f"{name} not used: wrong product {fault}" for name, fault in faults.items())
+    right = {name: multiply for name, multiply in kernels.items() if name not in faults}
+    if not right:
+        raise VolunteerEnded(f"no kernel here multiplies right: {note}")
+    measured = [Kernel(name, multiply, _measure(multiply), note) for name, multiply in right.items()]
+    return max(measured, key=lambda kernel: kernel.flops)
 
 
 def _measure(multiply: Multiply) -> float:

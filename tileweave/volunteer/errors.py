@@ -8,4 +8,4 @@ class OptionError(ValueError):
 
 
 class VolunteerEnded(Exception):
-    """The server said that trying again is of no use; the text says why and what to do."""
+    """The server said that trying again is of no use, or nothing here multiplies right; the text says why."""

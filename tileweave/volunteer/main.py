@@ -123,4 +123,6 @@ def status_text(state: VolunteerState) -> str:
         f"{state.flop / 1e9:,.1f} GFLOP",
         f"{state.bytes_down / 2**20:,.1f} MiB down, {state.bytes_up / 2**20:,.1f} MiB up",
     ]
+    if state.note:
+        parts.append(state.note)
     return " | ".join(parts)

@@ -28,7 +28,7 @@ from websockets.exceptions import WebSocketException
 from tileweave import __version__
 from tileweave.protocol import FRAME_BYTES_MAX, Bye, Hello, Profile, ProtocolError, VersionMismatch, encode
 from tileweave.volunteer.clock import Clock, SystemClock
-from tileweave.volunteer.compute import Kernel, compute, fastest_kernel, flop
+from tileweave.volunteer.compute import Kernel, compute, fastest_kernel, flop, installed_kernels
 from tileweave.volunteer.emulate import EmulatedSocket, Emulation, Liar, Socket
 from tileweave.volunteer.errors import OptionError, VolunteerEnded
 from tileweave.volunteer.identity import Identity, load_identity, save_identity
@@ -65,13 +65,15 @@ class VolunteerOptions:
 
 @dataclass(frozen=True, slots=True)
 class VolunteerState:
-    """What a person wants to see. `phase`: connecting, connected, waiting (to try again) or ended."""
+    """What a person wants to see. `phase`: connecting, connected, waiting (to try again) or ended; `note`: what the
+    kernel's choice found."""
 
     phase: str
     detail: str
     device: str
     name: str
     kernel: str
+    note: str
     waiting: int
     computing: int
     unanswered: int
@@ -100,13 +102,15 @@ async def run_volunteer(
 ) -> None:
     """Volunteers until `stop` is set, calling `report` at every change. Without `kernel` the fastest here is measured.
 
-    Raises OptionError for unusable options and VolunteerEnded when the server wants no reconnect.
+    Raises OptionError for unusable options and VolunteerEnded when the server wants no reconnect, or nothing here
+    multiplies right.
     """
     url = websocket_url(options.url)
     pool = ThreadPoolExecutor(options.workers, thread_name_prefix="tile")
     try:
         if kernel is None:
-            kernel = await asyncio.get_running_loop().run_in_executor(pool, fastest_kernel)
+            loop = asyncio.get_running_loop()
+            kernel = await loop.run_in_executor(pool, lambda: fastest_kernel(installed_kernels()))
         volunteer = _Volunteer(options, url, report, kernel, pool, clock or SystemClock(), rng or random.Random())
         await volunteer.run(stop or asyncio.Event())
     finally:
@@ -289,7 +293,7 @@ class _Volunteer:
         tally = self._session.tally
         self._report(
             VolunteerState(
-                phase, detail, device or "", name, self._kernel.name, waiting, computing, unanswered,
+                phase, detail, device or "", name, self._kernel.name, self._kernel.note, waiting, computing, unanswered,
                 dict(tally.verdicts), tally.flop, self._bytes_down, self._bytes_up,
             )
         )  # fmt: skip
