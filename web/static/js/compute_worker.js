@@ -34,8 +34,8 @@ const next = new MessageChannel();
 let engine = null;
 /** @type {Wish|null} */
 let wish = null;
-/** Kernels that failed in this session. @type {string[]} */
-const barred = [];
+/** Kernels that failed in this session, and how. @type {Trial[]} */
+const failed = [];
 /** Panels sent here and not dropped. @type {Set<string>} */
 const held = new Set();
 /** Those of them that went with an engine. @type {Set<string>} */
@@ -101,12 +101,13 @@ async function change() {
   const { remembered, ...limits } = /** @type {Wish} */ (wish);
   try {
     const base = new URL("..", import.meta.url).href;
-    const chosen = await choose({ ...limits, barred }, (kernel) => ({
+    const chosen = await choose({ ...limits, barred: failed.map(({ kernel }) => kernel) }, (kernel) => ({
       base, remembered: remembered[kernel] ?? null,
       remember: (text) => self_.postMessage({ is: "remember", kernel, text }),
     }));
     engine = chosen.engine;
-    self_.postMessage({ is: "able", kernel: engine.kernel, depth: engine.depth, flops: chosen.flops, trials: chosen.trials });
+    const trials = [...failed, ...chosen.trials];
+    self_.postMessage({ is: "able", kernel: engine.kernel, depth: engine.depth, flops: chosen.flops, trials });
     queue.forEach(wake);
   } catch (error) {
     self_.postMessage({ is: "unable", reason: error instanceof Error ? error.message : String(error) });
@@ -118,19 +119,19 @@ async function proveAgain(current) {
   running += 1;
   try {
     await prove(current);
-  } catch {
-    leave(current);
+  } catch (error) {
+    leave(current, error instanceof Error ? error.message : String(error));
   }
   running -= 1;
   doubted = false;
   queue.forEach(wake);
 }
 
-/** Lets an engine go, once, and looks for another. @param {Engine} old */
-function leave(old) {
+/** Lets an engine go, once, and looks for another. @param {Engine} old @param {string} reason */
+function leave(old, reason) {
   if (engine !== old) return;
   engine = null;
-  barred.push(old.kernel);
+  failed.push({ kernel: old.kernel, flops: 0, reason });
   /** @type {Wish} */ (wish).kernels = [];
   held.forEach((panel) => gone.add(panel));
   old.close();
@@ -159,7 +160,7 @@ async function compute(current, lease) {
   } catch (error) {
     const text = error instanceof Error ? error.message : String(error);
     if (error instanceof EngineGone) {
-      leave(current);
+      leave(current, text);
       fail(lease, "memory", text, [lease.a, lease.b]);
     } else if (error instanceof OutOfMemory) fail(lease, "memory", text, current.takeLost());
     else fail(lease, error instanceof MissingPanel ? "panel" : "kernel", text, current.takeLost());

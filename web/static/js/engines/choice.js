@@ -25,6 +25,7 @@ const TIERS = [
   ],
   [{ name: "wasm-scalar", load: async () => (await import("./wasm.js")).openScalar, gpu: false }],
   [{ name: "pyodide", load: async () => (await import("./pyodide.js")).open, gpu: false }],
+  [{ name: "python", load: async () => (await import("./pyodide.js")).openPython, gpu: false }],
 ];
 
 export const KERNELS = TIERS.flat().map(({ name }) => name);
