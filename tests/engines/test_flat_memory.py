@@ -23,9 +23,9 @@ SHAPES = [
 SMALL_SHAPES = [
     {**shape, "m": shape["m"] % 7 + 1, "n": shape["n"] % 7 + 1, "k": shape["k"] % 30 + 1} for shape in SHAPES
 ]
-TILES_FIRST, TILES_STEP, STEPS = 200, 600, 3
-# A leak grows in every step, what the browser compiles or keeps for a while only in some; one entry in one map is more.
-HEAP_BYTES_A_TILE_MAX = 40
+TILES_FIRST, TILES_STEP, STEPS = 200, 450, 4
+# A leak grows in every step, what the browser compiles or keeps for a while only in some; one short string is more.
+HEAP_BYTES_A_TILE_MAX = 16
 
 
 class Heap:
