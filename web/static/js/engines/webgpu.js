@@ -129,9 +129,9 @@ export class WebGpuEngine {
   async #enter() {
     const { device, identity } = await openDevice();
     const gpu = new GpuSession(device, identity, this.#options.bytesMax);
-    void gpu.whenLost.then(() => {
+    gpu.onLost = () => {
       if (this.#gpu === gpu) this.#leave();
-    });
+    };
     try {
       const known = await gpu.whileAlive(fromText(gpu, this.#family, this.#options.remembered));
       const choice = known ?? (await gpu.whileAlive(tune(gpu, this.#family)));

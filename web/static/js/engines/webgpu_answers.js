@@ -57,31 +57,33 @@ export function operand(form, lines, k, seed, largest) {
   return { bytes: new Uint8Array(bytes.buffer), scales, values };
 }
 
-/** What is wrong with a kernel, or "". @param {GpuSession} gpu @param {Member} member */
-export async function faultOf(gpu, member) {
-  for (const [index, [m, n, k, largest]] of SHAPES.entries()) {
+/** What is wrong with a kernel, or "". @param {GpuSession} gpu @param {Member} member @param {number[][]} [shapes] */
+export async function faultOf(gpu, member, shapes = SHAPES) {
+  for (const [index, [m, n, k, largest]] of shapes.entries()) {
     const a = operand(member.form, m, k, 11 + index, largest), b = operand(member.form, n, k, 111 + index, largest);
     if (index === 0 && member.form === "f32") {
       new Float32Array(a.bytes.buffer)[k + 2] = Infinity;
       a.values[k + 2] = Infinity;
     }
-    const { bytes } = await multiply(gpu, member, m, n, k, a, b);
-    const wrong = compare(m, n, k, a.values, b.values, new Float32Array(bytes.buffer));
+    const { bytes } = await multiply(gpu, member, [m, n, k], a, b);
+    const wrong = compare([m, n, k], a.values, b.values, new Float32Array(bytes.buffer));
     if (wrong) return wrong;
   }
   return "";
 }
 
-/** @param {GpuSession} gpu @param {Member} member @param {number} m @param {number} n @param {number} k @param {Made} a @param {Made} b */
-async function multiply(gpu, member, m, n, k, a, b) {
+/** @param {GpuSession} gpu @param {Member} member @param {number[]} shape @param {Made} a @param {Made} b */
+async function multiply(gpu, member, [m, n, k], a, b) {
   /** @type {Block[]} */
   const taken = [];
   const take = (/** @type {Uint8Array<ArrayBuffer>} */ bytes) => {
     taken.push(gpu.memory.take("storage", bytes.length, bytes));
     return taken[taken.length - 1];
   };
-  const side = (/** @type {Made} */ { bytes, scales }) =>
-    ({ raw: take(bytes), dtype: member.form, across: k, along: 1, scales: scales && take(new Uint8Array(scales.buffer)), packed: null });
+  const side = (/** @type {Made} */ { bytes, scales }) => ({
+    raw: take(bytes), dtype: member.form, across: k, along: 1,
+    scales: scales && take(new Uint8Array(scales.buffer)), packed: null,
+  });
   try {
     const work = { batch: 1, m, n, k, a: side(a), b: side(b), row: n, count: m * n, c: null, bias: null };
     await Promise.all(taken.map(({ ready }) => ready));
@@ -91,8 +93,8 @@ async function multiply(gpu, member, m, n, k, a, b) {
   }
 }
 
-/** @param {number} m @param {number} n @param {number} k @param {Float64Array} a @param {Float64Array} b @param {Float32Array} c */
-function compare(m, n, k, a, b, c) {
+/** @param {number[]} shape @param {Float64Array} a @param {Float64Array} b @param {Float32Array} c */
+function compare([m, n, k], a, b, c) {
   for (let i = 0; i < m; i += 1) {
     for (let j = 0; j < n; j += 1) {
       let sum = 0, size = 0;

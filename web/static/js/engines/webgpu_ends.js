@@ -97,8 +97,8 @@ ${MAIN}
   let strip = work.quadsStrip * 4u;
   let block = thread / strip % work.blocks;
   let line = thread / strip / work.blocks * strip + thread % strip;
-  let from = arrayLength(&packed) / 33u * 32u;
-  packed[from + thread] = select(0u, bitcast<u32>(scales[min(line, work.lines - 1u) * work.blocks + block]), line < work.lines);
+  let behind = arrayLength(&packed) / 33u * 32u;
+  packed[behind + thread] = select(0u, bitcast<u32>(scales[min(line, work.lines - 1u) * work.blocks + block]), line < work.lines);
 }`;
 
 /** Thread t stores one element. cLine: elements of a row of padded C, cLines: padded rows of one product of a batch. */

@@ -142,8 +142,8 @@ function sizes(member, { batch, m, n, k }) {
 export function cut({ form, batch, kPacked, a, b }, flopMax, groupsMax) {
   const rowFlop = 2 * a.width * b.width * K_PACKED[form];
   const unit = K_PAD[form] / K_PACKED[form];
-  const kRows = Math.min(kPacked, K_ROWS_MAX, Math.max(Math.floor(flopMax / rowFlop / unit), 1) * unit);
-  const groups = Math.max(Math.floor(flopMax / (rowFlop * Math.max(kRows, 1))), 1);
+  const kRows = Math.min(Math.max(kPacked, unit), K_ROWS_MAX, Math.max(Math.floor(flopMax / rowFlop / unit), 1) * unit);
+  const groups = Math.max(Math.floor(flopMax / (rowFlop * kRows)), 1);
   const wide = Math.min(b.count, groups, groupsMax);
   const high = wide < b.count ? 1 : Math.min(a.count, Math.max(Math.floor(groups / wide), 1), groupsMax);
   const deep = high < a.count ? 1 : Math.min(batch, Math.max(Math.floor(groups / wide / high), 1), groupsMax);

@@ -20,6 +20,8 @@ export class GpuSession {
   /** Pieces are cut by it. @type {number} */
   flops = FLOPS_UNTIL_MEASURED;
   lost = false;
+  /** Called before whoever waits for the device hears of its loss. */
+  onLost = () => {};
   /** When the last work was done, performance.now(). */
   doneAt = 0;
   /** @type {Map<string, Promise<GPUComputePipeline>>} */
@@ -42,8 +44,9 @@ export class GpuSession {
     const types = ["uniform", "read-only-storage", "read-only-storage", "storage"];
     this.#layout = device.createBindGroupLayout({ entries: types.map(storage) });
     this.#pipelineLayout = device.createPipelineLayout({ bindGroupLayouts: [this.#layout] });
-    this.whenLost = device.lost.then(({ message }) => {
+    void device.lost.then(({ message }) => {
       this.lost = true;
+      this.onLost();
       this.#rejects.forEach((reject) => reject(new Error(`the GPU was lost: ${message}`)));
     });
   }
