@@ -139,8 +139,9 @@ const ORDERS = {
       const flop = 2 * width * width * packed * (to - from) * groups[0] * groups[1] * groups[2];
       const smallest = 2 * width * width * packed * Math.min(unit, kPacked);
       if (flop > Math.max(flopMax, smallest)) return `a piece of ${flop} FLOP`;
-      for (let z = z0; z < z0 + groups[2]; z += 1) for (let y = y0; y < y0 + groups[1]; y += 1) for (let x = x0; x < x0 + groups[0]; x += 1) {
-        const cell = `${z} ${y} ${x}`;
+      for (let at = 0; at < groups[0] * groups[1] * groups[2]; at += 1) {
+        const [x, row] = [x0 + (at % groups[0]), Math.floor(at / groups[0])];
+        const cell = `${z0 + Math.floor(row / groups[1])} ${y0 + (row % groups[1])} ${x}`;
         if ((seen.get(cell) ?? 0) !== from) return `${cell} goes on at ${from}, not ${seen.get(cell)}`;
         seen.set(cell, to);
       }

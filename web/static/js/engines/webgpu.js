@@ -10,7 +10,7 @@ import { EngineGone, OutOfMemory } from "./errors.js";
 import { openDevice } from "./webgpu_device.js";
 import { FAMILY } from "./webgpu_family.js";
 import { GpuPanels } from "./webgpu_panels.js";
-import { product } from "./webgpu_product.js";
+import { bytesOf, product } from "./webgpu_product.js";
 import { GpuSession } from "./webgpu_session.js";
 import { fromText, toText, tune } from "./webgpu_tuner.js";
 
@@ -103,10 +103,12 @@ export class WebGpuEngine {
         taken.push(gpu.memory.take("storage", data.length, data));
         return taken[taken.length - 1];
       };
-      const side = (/** @type {Operand} */ { bytes: data, dtype, across, along, scales }) => ({ raw: take(data), dtype, across, along,
-        scales: scales ? take(new Uint8Array(scales.buffer, scales.byteOffset, scales.byteLength)) : null, packed: null });
+      const side = (/** @type {Operand} */ { bytes: data, dtype, across, along, scales }) => ({
+        raw: take(data), dtype, across, along, packed: null, scales: scales ? take(bytesOf(scales)) : null,
+      });
       try {
-        const work = { batch: 1, m, n, k, a: side(a), b: side(b), row: cRow, count: c?.length ?? (m - 1) * cRow + n, c: c ?? null, bias: bias ?? null };
+        const out = { row: cRow, count: c?.length ?? (m - 1) * cRow + n, c: c ?? null, bias: bias ?? null };
+        const work = { batch: 1, m, n, k, a: side(a), b: side(b), ...out };
         await Promise.all(taken.map(({ ready }) => ready));
         const form = a.dtype === b.dtype && a.dtype !== "bf16" ? a.dtype : "f32";
         return await product(gpu, choice.kernels[form] ?? choice.kernels.f32, work);
@@ -197,7 +199,8 @@ export class WebGpuEngine {
 /** @param {GpuSession} gpu @param {Choice} choice */
 function noteOf({ identity }, { kernels, flops, dropped }) {
   const names = Object.entries(kernels).map(([form, { name }]) => `${form}: ${name}`);
-  return [`${identity}, ${names.join(", ")}, ${(flops / 1e9).toPrecision(3)} GFLOP/s`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
+  const speed = `${(flops / 1e9).toPrecision(3)} GFLOP/s`;
+  return [`${identity}, ${names.join(", ")}, ${speed}`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
 }
 
 /** @type {import("../../../types/engine.js").Open} */

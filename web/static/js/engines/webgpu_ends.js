@@ -98,11 +98,14 @@ ${MAIN}
   let block = thread / strip % work.blocks;
   let line = thread / strip / work.blocks * strip + thread % strip;
   let behind = arrayLength(&packed) / 33u * 32u;
-  packed[behind + thread] = select(0u, bitcast<u32>(scales[min(line, work.lines - 1u) * work.blocks + block]), line < work.lines);
+  packed[behind + thread] = select(
+    0u, bitcast<u32>(scales[min(line, work.lines - 1u) * work.blocks + block]), line < work.lines);
 }`;
 
 /** Thread t stores one element. cLine: elements of a row of padded C, cLines: padded rows of one product of a batch. */
-export const STORE = `struct Work { base: u32, count: u32, m: u32, n: u32, cLine: u32, cLines: u32, row: u32, adds: u32, biased: u32 }
+export const STORE = `struct Work {
+  base: u32, count: u32, m: u32, n: u32, cLine: u32, cLines: u32, row: u32, adds: u32, biased: u32,
+}
 @group(0) @binding(0) var<uniform> work: Work;
 @group(0) @binding(1) var<storage, read> c: array<f32>;
 @group(0) @binding(2) var<storage, read> bias: array<f32>;

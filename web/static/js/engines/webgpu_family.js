@@ -73,7 +73,8 @@ function sums({ rows, cols, wide, high }) {
   for (let r = 0; r < rows; r += 1) {
     const line = `(stripA * ${rows * high}u + (${r >> 2}u * ${high}u + y) * 4u + ${r & 3}u)`;
     for (let q = 0; q < cols / 4; q += 1) {
-      made.push({ name: `c${r}_${q}`, r, q, place: `c[${line} * ${width} + (group.x + work.x0) * ${(cols * wide) / 4}u + ${q * wide}u + x]` });
+      const column = `(group.x + work.x0) * ${(cols * wide) / 4}u + ${q * wide}u + x`;
+      made.push({ name: `c${r}_${q}`, r, q, place: `c[${line} * ${width} + ${column}]` });
     }
   }
   return made;
@@ -145,7 +146,10 @@ pb += ${step * rowB}u;
 ${end(member)}`;
 }
 
-/** All threads of the workgroup read the same A: four lanes load four vec4s of it, for step * rows = 16. @param {Member} member */
+/**
+ * All threads of the workgroup read the same A: four lanes load four vec4s of it, for step * rows = 16.
+ * @param {Member} member
+ */
 function subgroups(member) {
   const { rows, cols, wide, step } = member;
   const rowB = (cols * wide) / 4;
@@ -168,31 +172,38 @@ pb += ${step * rowB}u;
 ${end(member)}`;
 }
 
-/** The scales lie behind the elements: one for each line and block. kFrom is a multiple of a block. @param {Member} member */
+/**
+ * The scales lie behind the elements: one for each line and block. kFrom is a multiple of a block.
+ * @param {Member} member
+ */
 function bytes(member) {
   const { rows, cols, wide, high } = member;
   const [rowA, rowB, turns] = [(rows * high) / 4, (cols * wide) / 4, SCALE_BLOCK / 4];
   const all = sums(member);
+  const dots = (/** @type {string} */ x, /** @type {string} */ y) =>
+    `vec4i(${LANES.map((lane) => `dot4I8Packed(${x}, ${y}.${lane})`).join(", ")})`;
+  const scale = (/** @type {string} */ at, /** @type {string} */ strip, /** @type {number} */ row) =>
+    `${at}Scales + (${strip} * blocks + block) * ${row}u`;
   return `${WORK}
 @group(0) @binding(1) var<storage, read> a: array<vec4u>;
 @group(0) @binding(2) var<storage, read> b: array<vec4u>;
 ${opening(member).replace("LANE", "")}pa += y;
 pb += x;
 let blocks = work.k / ${turns}u;
-let scalesA = arrayLength(&a) / ${turns + 1}u * ${turns}u;
-let scalesB = arrayLength(&b) / ${turns + 1}u * ${turns}u;
+let aScales = arrayLength(&a) / ${turns + 1}u * ${turns}u;
+let bScales = arrayLength(&b) / ${turns + 1}u * ${turns}u;
 ${begin(member)}for (var l = work.kFrom; l < work.kTo; l += ${turns}u) {
 ${all.map(({ name }) => `var i${name} = vec4i();`).join("\n")}
 for (var t = 0u; t < ${turns}u; t += 1u) {
 ${lines(rows / 4, (p) => `let a${p} = a[pa + ${p * high}u];`)}
 ${lines(cols / 4, (q) => `let b${q} = b[pb + ${q * wide}u];`)}
-${all.map(({ name, r, q }) => `i${name} += vec4i(${LANES.map((lane) => `dot4I8Packed(a${r >> 2}.${LANES[r & 3]}, b${q}.${lane})`).join(", ")});`).join("\n")}
+${all.map(({ name, r, q }) => `i${name} += ${dots(`a${r >> 2}.${LANES[r & 3]}`, `b${q}`)};`).join("\n")}
 pa += ${rowA}u;
 pb += ${rowB}u;
 }
 let block = l / ${turns}u;
-${lines(rows / 4, (p) => `let sa${p} = bitcast<vec4f>(a[scalesA + (stripA * blocks + block) * ${rowA}u + ${p * high}u + y]);`)}
-${lines(cols / 4, (q) => `let sb${q} = bitcast<vec4f>(b[scalesB + (stripB * blocks + block) * ${rowB}u + ${q * wide}u + x]);`)}
+${lines(rows / 4, (p) => `let sa${p} = bitcast<vec4f>(a[${scale("a", "stripA", rowA)} + ${p * high}u + y]);`)}
+${lines(cols / 4, (q) => `let sb${q} = bitcast<vec4f>(b[${scale("b", "stripB", rowB)} + ${q * wide}u + x]);`)}
 ${all.map(({ name, r, q }) => `${name} += vec4f(i${name}) * (sa${r >> 2}.${LANES[r & 3]} * sb${q});`).join("\n")}
 }
 ${end(member)}`;

@@ -43,7 +43,10 @@ export class GpuMemory {
     return this.#bytes - this.#freeBytes;
   }
 
-  /** @param {Use} use @param {number} bytes @param {Uint8Array<ArrayBuffer>} [data] what it holds @returns {Block} throws OutOfMemory */
+  /**
+   * @param {Use} use @param {number} bytes @param {Uint8Array<ArrayBuffer>} [data] what it holds
+   * @returns {Block} throws OutOfMemory
+   */
   take(use, bytes, data) {
     const size = rounded(bytes);
     const { maxBufferSize, maxStorageBufferBindingSize } = this.#device.limits;

@@ -10,7 +10,7 @@ import { MissingPanel, OutOfMemory } from "./errors.js";
 /**
  * @typedef {import("./webgpu_memory.js").GpuMemory} GpuMemory
  * @typedef {import("./webgpu_memory.js").Block} Block
- * @typedef {{ block: Block, done: boolean, by: object|null }} Packed done: the work that fills it is in the queue, put there `by`
+ * @typedef {{ block: Block, done: boolean, by: object|null }} Packed done: what fills it is in the queue, put there `by`
  * @typedef {{ memory: GpuMemory, raw: Block, packed: Map<string, Packed>, holds: number, dropped: boolean }} Panel
  */
 

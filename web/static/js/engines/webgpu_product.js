@@ -69,7 +69,7 @@ class Lent {
 /**
  * @param {GpuSession} gpu @param {Member} member @param {Work} work
  * @param {number} [repeats] the multiplication alone runs so often, for the tuner's clock
- * @returns {Promise<{ bytes: Uint8Array<ArrayBuffer>, seconds: number }>} rejects with OutOfMemory and what WebGPU rejects with
+ * @returns {Promise<{ bytes: Uint8Array<ArrayBuffer>, seconds: number }>} rejects with OutOfMemory, or as WebGPU does
  */
 export async function product(gpu, member, work, repeats = 1) {
   const lent = new Lent(gpu);
@@ -105,6 +105,9 @@ export async function product(gpu, member, work, repeats = 1) {
   }
 }
 
+/** A view of the same bytes. @param {Float32Array<ArrayBuffer>} values */
+export const bytesOf = ({ buffer, byteOffset, byteLength }) => new Uint8Array(buffer, byteOffset, byteLength);
+
 /** @param {GPUBuffer} buffer @param {number} bytes */
 async function read(buffer, bytes) {
   await buffer.mapAsync(1, 0, bytes); // GPUMapMode.READ
@@ -129,7 +132,8 @@ function sizes(member, { batch, m, n, k }) {
   };
   const a = side(m, strip.a), b = side(n, strip.b);
   const [mPadded, nPadded] = [a.count * a.width, b.count * b.width];
-  return { form, batch, kPacked, a, b, mPadded, nPadded, cBytes: 4 * batch * mPadded * nPadded, flop: 2 * batch * mPadded * nPadded * k };
+  const count = batch * mPadded * nPadded;
+  return { form, batch, kPacked, a, b, mPadded, nPadded, cBytes: 4 * count, flop: 2 * count * k };
 }
 
 /** @typedef {ReturnType<typeof sizes>} Size */
@@ -154,7 +158,8 @@ export function cut({ form, batch, kPacked, a, b }, flopMax, groupsMax) {
       for (let x = 0; x < b.count; x += wide) {
         for (let l = 0; l === 0 || l < kPacked; l += kRows) {
           const words = [l, Math.min(l + kRows, kPacked), kPacked, a.count, b.count, x, y, z];
-          pieces.push({ words, groups: [Math.min(wide, b.count - x), Math.min(high, a.count - y), Math.min(deep, batch - z)] });
+          const [across, down, layers] = [Math.min(wide, b.count - x), Math.min(high, a.count - y), Math.min(deep, batch - z)];
+          pieces.push({ words, groups: [across, down, layers] });
         }
       }
     }
@@ -162,20 +167,25 @@ export function cut({ form, batch, kPacked, a, b }, flopMax, groupsMax) {
   return pieces;
 }
 
-/** Cuts a flat range of threads. @param {number} count @param {number[]} words uniforms behind base and count @returns {Piece[]} */
+/**
+ * Cuts a flat range of threads.
+ * @param {number} count @param {number[]} words uniforms behind base and count @returns {Piece[]}
+ */
 function flat(count, words) {
   /** @type {Piece[]} */
   const pieces = [];
   for (let base = 0; base < count; base += ENDS_THREADS_MAX) {
     const groups = Math.ceil(Math.min(count - base, ENDS_THREADS_MAX) / THREADS);
-    pieces.push({ words: [base, count, ...words], groups: [Math.min(groups, ROW_GROUPS), Math.ceil(groups / ROW_GROUPS), 1] });
+    const [across, down] = [Math.min(groups, ROW_GROUPS), Math.ceil(groups / ROW_GROUPS)];
+    pieces.push({ words: [base, count, ...words], groups: [across, down, 1] });
   }
   return pieces;
 }
 
 /**
  * The packed copy of an operand, and the steps that fill it unless it is there.
- * @param {GpuSession} gpu @param {Lent} lent @param {(() => void)[]} steps @param {Member} member @param {Side} side @param {Size["a"]} size
+ * @param {GpuSession} gpu @param {Lent} lent @param {(() => void)[]} steps @param {Member} member
+ * @param {Side} side @param {Size["a"]} size
  */
 async function pack(gpu, lent, steps, { form }, side, size) {
   const { batch, lines, k, kPacked, width, count, bytes } = size;
@@ -186,10 +196,11 @@ async function pack(gpu, lent, steps, { form }, side, size) {
   const blocks = Math.ceil(k / 128);
   const scales = side.scales ?? gpu.nothing;
   const words = [lines, quads, k, kPacked, side.across, side.along, blocks, width / 4, (count * width) / 4];
-  const dispatches = [{ name: `pack ${side.dtype} ${form}`, source: () => packSource(side.dtype, form), threads: Math.ceil(kPacked / 8) * Math.ceil(quads / 8) * 64 }];
+  const threads = Math.ceil(kPacked / 8) * Math.ceil(quads / 8) * 64;
+  const dispatches = [{ name: `pack ${side.dtype} ${form}`, source: () => packSource(side.dtype, form), threads }];
   if (form === "i8") dispatches.push({ name: "pack scales", source: () => PACK_SCALES, threads: 4 * quads * blocks });
-  for (const { name, source, threads } of dispatches) {
-    const pieces = flat(threads, words);
+  for (const { name, source, threads: count } of dispatches) {
+    const pieces = flat(count, words);
     if (!pieces.length) continue;
     const uniforms = lent.take("uniform", gpu.uniformBytes(pieces.length));
     const pipeline = await gpu.pipeline(name, source);
@@ -221,12 +232,12 @@ function copyOf(lent, { packed }, key, bytes) {
 
 /**
  * Where C lies as it is wanted: in the kernel's own buffer when nothing is to be cut off or added, else where store puts it.
- * @param {GpuSession} gpu @param {Lent} lent @param {(() => void)[]} steps @param {Work} work @param {Size} size @param {Block} c
+ * @param {GpuSession} gpu @param {Lent} lent @param {(() => void)[]} steps
+ * @param {Work} work @param {Size} size @param {Block} c
  * @returns {Promise<GPUBuffer>}
  */
 async function store(gpu, lent, steps, { batch, m, n, row, count, c: before, bias }, size, c) {
   if (!before && !bias && row === n && size.nPadded === n && (batch === 1 || size.mPadded === m)) return c.buffer;
-  const bytesOf = (/** @type {Float32Array<ArrayBuffer>} */ values) => new Uint8Array(values.buffer, values.byteOffset, values.byteLength);
   const out = lent.take("storage", 4 * count, before ? bytesOf(before) : undefined);
   const added = bias ? lent.take("storage", bias.byteLength, bytesOf(bias)) : gpu.nothing;
   const pieces = flat(batch * m * n, [m, n, size.nPadded, size.mPadded, row, before ? 1 : 0, bias ? 1 : 0]);

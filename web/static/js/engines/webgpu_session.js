@@ -62,12 +62,16 @@ export class GpuSession {
     });
   }
 
-  /** @param {string} name @param {() => string} source @returns {Promise<GPUComputePipeline>} rejects where it does not compile */
+  /**
+   * @param {string} name @param {() => string} source
+   * @returns {Promise<GPUComputePipeline>} rejects where it does not compile
+   */
   pipeline(name, source) {
     let made = this.#pipelines.get(name);
     if (!made) {
       const module = this.device.createShaderModule({ code: source() });
-      made = this.device.createComputePipelineAsync({ layout: this.#pipelineLayout, compute: { module, entryPoint: "main" } });
+      const compute = { module, entryPoint: "main" };
+      made = this.device.createComputePipelineAsync({ layout: this.#pipelineLayout, compute });
       this.#pipelines.set(name, made);
     }
     return made;

@@ -100,7 +100,10 @@ async function speedOf(gpu, member) {
   return flops;
 }
 
-/** Repeats until one submission is long enough to be timed. @param {GpuSession} gpu @param {Member} member @param {Work} work */
+/**
+ * Repeats until one submission is long enough to be timed.
+ * @param {GpuSession} gpu @param {Member} member @param {Work} work
+ */
 async function timed(gpu, member, work) {
   const flop = 2 * work.m * work.n * work.k;
   await product(gpu, member, work); // packs, compiles
@@ -131,7 +134,10 @@ export async function fromText(gpu, family, text) {
   return { kernels: kernels.members, flops: kernels.flops, dropped: [] };
 }
 
-/** @param {string|null} text @param {GpuSession} gpu @param {Member[]} family @returns {{ members: Kernels, flops: number }|null} */
+/**
+ * @param {string|null} text @param {GpuSession} gpu @param {Member[]} family
+ * @returns {{ members: Kernels, flops: number }|null}
+ */
 function parse(text, gpu, family) {
   try {
     const { adapter, family: version, kernels, flops } = JSON.parse(text ?? "null") ?? {};
