@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,11 @@ FLAGS = (
     "--disable-renderer-backgrounding",
 )
 
+# On Linux a GPU is reached through Vulkan only, which Chromium must be told. Without a GPU there is a software adapter,
+# with these flags as without; --use-angle=vulkan would take it away.
+VULKAN_FLAGS = ("--enable-features=Vulkan", "--disable-vulkan-surface") if sys.platform == "linux" else ()
+WEBGPU_FLAGS = ("--enable-unsafe-webgpu", *VULKAN_FLAGS)
+
 
 def find() -> str | None:
     """Path of an installed Chromium or Chrome, or None."""
@@ -52,9 +58,9 @@ class Chromium:
         self._profile = Path(tempfile.mkdtemp(prefix="tileweave-chromium-"))
         # Chromium's sandbox refuses to run as root, where containers and CI usually are.
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        gpu = "--enable-unsafe-webgpu" if webgpu else "--disable-gpu"
+        gpu = WEBGPU_FLAGS if webgpu else ("--disable-gpu",)
         self.process = subprocess.Popen(
-            [executable, *FLAGS, gpu, *sandbox, f"--user-data-dir={self._profile}", url],
+            [executable, *FLAGS, *gpu, *sandbox, f"--user-data-dir={self._profile}", url],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -11,7 +11,8 @@ from rich.table import Table
 def show(figures: dict[str, Any], console: Console) -> None:
     """Print the rows, the peers, the named figures and what holds."""
     console.print(f"{figures['cpu']}, {figures['browser']}")
-    console.print(_rows(figures))
+    for engine in dict.fromkeys(row["engine"] for row in figures["rows"]):
+        console.print(_rows(engine, [row for row in figures["rows"] if row["engine"] == engine]))
     console.print(_peers(figures))
     console.print(_errors(figures))
     console.print(_targets(figures))
@@ -21,14 +22,15 @@ def show(figures: dict[str, Any], console: Console) -> None:
         console.print(f"{one['name']} at {one['n']} was refused: {one['reason']}")
 
 
-def _rows(figures: dict[str, Any]) -> Table:
-    peers = list(dict.fromkeys(peer for row in figures["rows"] for peer in row["ratios"]))
-    table = Table("engine", "kernel", "n", "GFLOP/s", "of peak", *peers, title="Ours, and times as fast as each peer")
-    for row in figures["rows"]:
-        ratios = [_number(row["ratios"].get(peer)) for peer in peers]
-        table.add_row(
-            row["engine"], row["kernel"], str(row["n"]), _number(row["gflops"]), _number(row["peak_fraction"]), *ratios
-        )
+def _rows(engine: str, rows: list[dict[str, Any]]) -> Table:
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["ratios"]))
+    title = f"{engine}: and how many times as fast as each peer" if peers else engine
+    table = Table("kernel", "n", "GFLOP/s", "of peak", title=title)
+    for peer in peers:
+        table.add_column(peer, overflow="fold")
+    for row in rows:
+        figures = [_number(row["gflops"]), _number(row["peak_fraction"])]
+        table.add_row(row["kernel"], str(row["n"]), *figures, *(_number(row["ratios"].get(peer)) for peer in peers))
     return table
 
 
