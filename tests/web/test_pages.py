@@ -55,7 +55,9 @@ DEVICE: dict[str, Any] = {
     "job": "job-1",
     "kernel": "wasm-relaxed",
     "workers": 4,
-    "flops": 1.2e11,
+    "flops": 3.1e10,
+    "claimed_flops": 1.2e11,
+    "measured_flops": 3.1e10,
     "down_bps": 6.1e7,
     "up_bps": 2.2e7,
     "rtt_s": 0.012,
@@ -173,7 +175,9 @@ def test_device_page(page: Page, server: WebServer) -> None:
     page.goto(f"{server.url}/devices/dev-1")
     expect(page.get_by_role("heading", level=1)).to_have_text(HOSTILE)
     expect(page.locator("#state")).to_have_text("Computing")
-    expect(page.locator("#flops")).to_have_text("120 GFLOP/s")
+    expect(page.locator("#claimed")).to_have_text("120 GFLOP/s")
+    expect(page.locator("#measured")).to_have_text("31 GFLOP/s")
+    expect(page.locator("#kernel")).to_have_text("WebAssembly with relaxed SIMD")
     expect(page.locator("#rtt")).to_have_text("12 ms")
     server.api["/devices/dev-1"] = {**DEVICE, "online": False, "quarantined_until_s": 4e9}
     expect(page.locator("#state")).to_contain_text("Quarantined until")
@@ -239,6 +243,7 @@ def test_admin_launches_a_job_from_the_recipe_and_cancels_it(page: Page, server:
     page.get_by_label("layers").fill("2")
     page.get_by_label("Steps", exact=True).fill("50")
     page.get_by_label("Name").fill("mine")
+    page.get_by_label("Products").select_option("normwise")
     page.get_by_role("button", name="Launch").click()
     page.wait_for_url("**/jobs/job-1")
     assert posted == [
@@ -251,6 +256,7 @@ def test_admin_launches_a_job_from_the_recipe_and_cancels_it(page: Page, server:
                 "config": {"layers": 2},
                 "steps": 50,
                 "mode": "tiles",
+                "accuracy": "normwise",
                 "name": "mine",
             },
             "csrf",

@@ -44,7 +44,8 @@ async function launch(event) {
   try {
     const name = input("job-name").value.trim();
     const job = await post("/jobs", {
-      kind: "train", recipe: recipe().name, config: config(), steps: Number(input("steps").value), mode: "tiles", ...(name && { name }),
+      kind: "train", recipe: recipe().name, config: config(), steps: Number(input("steps").value), mode: "tiles",
+      accuracy: input("accuracy").value, ...(name && { name }),
     });
     location.assign(`/jobs/${encodeURIComponent(job.id)}`);
   } catch (error) {

@@ -15,6 +15,9 @@ function condition(device) {
   return device.job ? ["good", "Computing"] : ["good", "Online, waiting for work"];
 }
 
+/** @param {number|null} flops */
+const speed = (flops) => (flops === null ? "–" : `${gflops(flops)} GFLOP/s`);
+
 /** A link's speed; 0 is not measured yet. @param {number|null} bps bytes each second */
 const rate = (bps) => (bps ? `${bytes(bps)}/s` : "–");
 
@@ -28,7 +31,8 @@ async function refresh() {
   text("rac", credit(device.rac));
   text("accepted", number(device.accepted));
   text("rejects", number(device.rejects));
-  text("flops", device.flops === null ? "–" : `${gflops(device.flops)} GFLOP/s`);
+  text("claimed", speed(device.claimed_flops));
+  text("measured", speed(device.measured_flops));
   text("kernel", device.kernel ? kernelName(device.kernel) : "–");
   text("workers", number(device.workers));
   text("link", `${rate(device.down_bps)} / ${rate(device.up_bps)}`);

@@ -14,7 +14,8 @@
  *   has_checkpoint: boolean, has_result: boolean }} Job
  * @typedef {{ step: number, loss: number|null }} StepRow
  * @typedef {{ id: string, name: string, online: boolean, state: string|null, reason: string|null, job: string|null,
- *   kernel: string|null, workers: number|null, flops: number|null, down_bps: number|null, up_bps: number|null,
+ *   kernel: string|null, workers: number|null, flops: number|null, claimed_flops: number|null,
+ *   measured_flops: number|null, down_bps: number|null, up_bps: number|null,
  *   rtt_s: number|null, accepted: number, rejects: number, flop: number, credit: number, rac: number,
  *   first_seen_s: number, last_seen_s: number, quarantined_until_s: number|null }} Device
  * @typedef {{ rank: number, id: string, name: string, flop: number, credit: number, rac: number, day_credit: number,
