@@ -161,8 +161,8 @@ def judge(
 
     Operands that are not finite, or whose product overflows float32, are nobody's fault: OPERANDS_NOT_FINITE.
     """
-    fast = accuracy == "normwise"  # then every row of A may be in every row of C
-    if not np.isfinite(exact.beta).all() or not np.isfinite(a if fast else a[doubtful]).all():
+    fast = accuracy == "normwise"
+    if not np.isfinite(exact.beta).all() or not np.isfinite(a[doubtful]).all():
         return Verdict(Check.OPERANDS_NOT_FINITE, "an operand holds NaN or infinity")
     for entry in np.flatnonzero(doubtful.any(axis=1)):
         columns = ExactColumns(exact.br[entry], exact.beta[entry], exact.beta_subnormal[entry])

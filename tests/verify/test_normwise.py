@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from backend.coordinator.events import Check
-from backend.verify import freivalds, normwise
-from backend.verify.verifier import Verifier
+from backend.verify import freivalds, normwise, verifier
 from planner.shapes import Gemm
 from tileweave.protocol.messages import Accuracy
 
@@ -21,10 +20,10 @@ KC = 256  # terms a kernel sums at a time
 
 def verdict(a: F32, bt: F32, c: F32, seed: int = 0, accuracy: Accuracy = "normwise") -> Check:
     """A (m, k), B^T (n, k), C (m, n) through a verifier of their own."""
-    verifier = Verifier(lambda size: (seed + 1).to_bytes(size, "little"), accuracy=accuracy)
+    checker = verifier.Verifier(lambda size: (seed + 1).to_bytes(size, "little"), accuracy=accuracy)
     gemm = Gemm(1, len(a), len(bt), a.shape[1])
-    verifier.open_gemm(1, 1, gemm.m, gemm.n, gemm.k, a[None], bt[None])
-    return verifier.check(1, gemm.whole, np.ascontiguousarray(c[None])).kind
+    checker.open_gemm(1, 1, gemm.m, gemm.n, gemm.k, a[None], bt[None])
+    return checker.check(1, gemm.whole, np.ascontiguousarray(c[None])).kind
 
 
 def blas(a: F32, b: F32) -> F32:
@@ -136,10 +135,14 @@ def test_a_row_wise_job_refuses_what_a_norm_wise_one_accepts() -> None:
 
 @pytest.mark.parametrize("kind", ["gaussian", "relu", "small_rows", "uniform_beside_small"])
 @pytest.mark.parametrize("shape", [(128, 128, 256), (64, 256, 1024)], ids=str)
-def test_honest_rows_pass_the_first_stage_with_room_to_spare(kind: str, shape: tuple[int, int, int]) -> None:
+def test_honest_rows_pass_the_first_stage_with_room_to_spare(
+    kind: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two levels reach half of what is accepted at once: a change that eats up the margin is seen before it costs."""
     a, bt = operands(kind, "gaussian", shape, 3)
     c = strassen_winograd(a, bt.T, 2, chains)
+    monkeypatch.setattr(verifier, "judge", None)  # the second stage is not reached
+    assert verdict(a, bt, c) is Check.GOOD
     r = freivalds.draw(len(bt), bytes(16))
     d = np.abs(freivalds.rows_probe(a, freivalds.columns_probe(bt[None], r)[0]) - c @ r).max()
     assert d < freivalds.ACCEPT * normwise.spread(normwise.rows_size(a[None]), normwise.columns_size(bt[None]))[0]
@@ -258,9 +261,12 @@ def test_an_empty_product_must_be_exactly_zero_but_a_zero_row_need_not(zero: str
 
 def test_operands_that_no_fast_product_can_bear_are_nobodys_fault() -> None:
     a, bt = operands("gaussian", "gaussian", (32, 24, 64), 1)
-    large = (a * np.float32(1e19), bt * np.float32(1e18))
-    c = strassen_winograd(large[0], large[1].T, 2, blas) * np.float32(np.inf)
+    large = (a * np.float32(1e18), bt * np.float32(1e17))
+    honest = blas(large[0], large[1].T)
+    assert np.isfinite(honest).all() and verdict(*large, honest) is Check.GOOD
+    c = np.full_like(honest, np.inf)  # a sum of blocks overflowed
     assert verdict(*large, c) is Check.OPERANDS_NOT_FINITE
+    assert verdict(*large, c, accuracy="rowwise") is Check.BAD
     assert verdict(a, bt, c) is Check.BAD
     a[5, 6] = np.nan
     assert verdict(a, bt, strassen_winograd(a, bt.T, 1, blas)) is Check.OPERANDS_NOT_FINITE
