@@ -66,7 +66,7 @@ def device_json(device: DeviceRow, live: Mapping[str, Any], now_s: float) -> dic
     """`live`: fields that the device's gateway keeps in Redis while it is connected.
 
     `claimed_flops` is what the device said at joining, of all its workers; `measured_flops` what the server made of its
-    results, of one worker, null before the first; `flops` the latter where it is known."""
+    results, of one worker, null before the first; `flops` what all workers give, by the latter where it is known."""
     online = bool(live)
     claimed, measured = live.get("claimed_flops"), live.get("measured_flops")
     return {
@@ -78,7 +78,7 @@ def device_json(device: DeviceRow, live: Mapping[str, Any], now_s: float) -> dic
         "job": live.get("job"),
         "kernel": live.get("kernel", device.kernel),
         "workers": live.get("workers"),
-        "flops": claimed if measured is None else measured,
+        "flops": claimed if measured is None else measured * live.get("workers", 1),
         "claimed_flops": claimed,
         "measured_flops": measured,
         "down_bps": live.get("down_bps"),

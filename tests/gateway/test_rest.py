@@ -292,9 +292,9 @@ def test_devices_and_boards(make_client) -> None:
     row = client.get(f"{API}/devices/{device}").json()
     assert (row["online"], row["state"], row["kernel"], row["rtt_s"]) == (True, "ready", "native-torch", None)
     assert (row["flops"], row["claimed_flops"], row["measured_flops"]) == (2e9, 2e9, None)
-    world.redis.hset(f"tw:dev:{device}", mapping={"measured_flops": "1e9"})
+    world.redis.hset(f"tw:dev:{device}", mapping={"measured_flops": "1e9", "workers": "3"})
     row = client.get(f"{API}/devices/{device}").json()
-    assert (row["flops"], row["claimed_flops"], row["measured_flops"]) == (1e9, 2e9, 1e9)
+    assert (row["flops"], row["claimed_flops"], row["measured_flops"]) == (3e9, 2e9, 1e9)
     board = client.get(f"{API}/leaderboard?order=total&limit=5").json()
     assert board == {"by": "device", "order": "total", "total": 0, "limit": 5, "offset": 0, "rows": []}
     for bad in ("limit=0", "limit=101", "offset=-1", "by=team", "order=x", "limit=nan"):
