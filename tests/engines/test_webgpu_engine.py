@@ -86,11 +86,11 @@ def test_a_remembered_choice_is_used_without_tuning(call: Call) -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        remembered(adapter="another GPU"),
-        remembered(family=0),
+        remembered(FIRST, adapter="another GPU"),
+        remembered(FIRST, family=0),
         remembered("registers 3x5 1x1 step 7"),
         remembered(kernels={}),
-        remembered(flops=0),
+        remembered(FIRST, flops=0),
         "no JSON",
         "null",
     ],
@@ -192,7 +192,7 @@ def test_memory_is_bounded_and_packed_copies_go_first(call: Call) -> None:
 
 
 def test_a_tile_that_does_not_fit_waits_for_the_one_beside_it(call: Call) -> None:
-    call("open", remembered=remembered(), bytesMax=6 << 20)
+    call("open", remembered=remembered(), bytesMax=4 << 20)
     tiles = [{"m": 512, "n": 400, "k": 8, "seed": seed} for seed in range(3)]
     assert call("tiles", tiles=tiles) == ["right"] * 3
 

@@ -167,6 +167,7 @@ export class WebGpuEngine {
     for (;;) {
       while (this.#running >= DEPTH) await this.#oneDone();
       this.#running += 1;
+      let ended = true;
       try {
         const tuned = await this.#tuned;
         if (!tuned) throw new EngineGone("the GPU is gone and no other came");
@@ -175,10 +176,12 @@ export class WebGpuEngine {
         } catch (error) {
           if (tuned.gpu.lost) await this.#explainLoss();
           if (!(error instanceof OutOfMemory) || this.#running === 1) throw error;
+          ended = false;
         }
       } finally {
         this.#running -= 1;
-        this.#waiting.splice(0).forEach((wake) => wake());
+        // One that only steps back wakes nobody: two of them would wake each other for ever.
+        if (ended) this.#waiting.splice(0).forEach((wake) => wake());
       }
       await this.#oneDone();
     }
