@@ -9,6 +9,8 @@
  * By the norm: |c - exact| <= 64 u N_A N_B as well, where N is the largest 2-norm of a line: what algorithms of Strassen's
  * kind keep to (ch. 23; the constant is the one by which the server checks).
  *
+ * Exactly, where sums of whole numbers have no rounding: at a large k the bound above would not see a term too many.
+ *
  * NaN and infinity must be where float64 has them, with their sign, and nowhere else.
  */
 const U = 2 ** -24;
@@ -26,11 +28,12 @@ function largestNorm(lines, k) {
 /**
  * The first wrong element, or "". a: m lines, b: n lines, k along each. Every `step`-th row is looked at, and the last.
  * @param {{ m: number, n: number, k: number, a: Float64Array, b: Float64Array, cRow: number, before?: Float32Array,
- *   bias?: Float32Array, roundings?: number, accuracy?: "rowwise"|"normwise", step?: number }} want
+ *   bias?: Float32Array, roundings?: number, accuracy?: "rowwise"|"normwise", step?: number,
+ *   exactly?: boolean }} want
  * @param {Float32Array} got
  */
 export function wrongElement(want, got) {
-  const { m, n, k, a, b, cRow, before, bias, roundings = 0, accuracy = "rowwise", step = 1 } = want;
+  const { m, n, k, a, b, cRow, before, bias, roundings = 0, accuracy = "rowwise", step = 1, exactly = false } = want;
   const units = (k + 2 + roundings + (before ? 1 : 0) + (bias ? 1 : 0)) * U;
   const norm = accuracy === "normwise" ? 64 * U * largestNorm(a.subarray(0, m * k), k) * largestNorm(b.subarray(0, n * k), k) : 0;
   for (let i = 0; i < m; i += 1) {
@@ -46,7 +49,7 @@ export function wrongElement(want, got) {
         size += Math.abs(term);
       }
       const value = got[i * cRow + j];
-      const bound = Math.max(norm, units * size + (k + 2) * UNDERFLOW);
+      const bound = exactly ? 0 : Math.max(norm, units * size + (k + 2) * UNDERFLOW);
       const right = Number.isFinite(exact) ? Math.abs(value - exact) <= bound : Object.is(value, exact);
       if (!right) return `C[${i},${j}] of ${m}x${n}x${k} is ${value}, not ${exact} within ${bound}`;
     }

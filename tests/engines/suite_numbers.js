@@ -6,7 +6,8 @@
  *
  * @typedef {{ line: number, l: number, value: "nan"|"inf"|"-inf" }} Special
  * @typedef {{ dtype: "f32"|"bf16"|"f16"|"i8", layout: "along"|"across"|"both", gap: number, offset: number, scale: number,
- *   uneven: boolean }} Description offset and gap in elements; uneven: lines of very different size
+ *   uneven: boolean, whole?: boolean }} Description offset and gap in elements; uneven: lines of very different size; whole:
+ *   f32 only, whole numbers up to 4, whose sums have no rounding
  */
 export const I8_BLOCK = 128;
 const SIZES = { f32: 4, bf16: 2, f16: 2, i8: 1 };
@@ -42,8 +43,12 @@ function decoded(dtype, bits) {
 }
 
 /** Bits of a random element: about `size` large, one in 16 of them zero. f16 covers its own range, subnormals included. */
-function randomBits(dtype, next, size) {
+function randomBits(dtype, next, size, whole) {
   const random = next();
+  if (whole) {
+    word.setFloat32(0, (random % 9) - 4);
+    return word.getUint32(0);
+  }
   if (random % 16 === 0) return 0;
   if (dtype === "f16") return ((random >>> 31) << 15) | ((random >>> 8) % (31 << 10));
   word.setFloat32(0, (random / 2 ** 31 - 1) * size);
@@ -70,7 +75,7 @@ function strides(layout, lines, k, gap) {
  * @param {Description} description @param {Special[]} specials
  */
 export function matrix(lines, k, description, seed, specials = []) {
-  const { dtype, layout, gap, offset, scale, uneven } = description;
+  const { dtype, layout, gap, offset, scale, uneven, whole } = description;
   const next = stream(seed), size = SIZES[dtype], blocks = Math.ceil(k / I8_BLOCK);
   const [across, along] = strides(layout, lines, k, gap);
   const length = (lines - 1) * across + (k - 1) * along + 1;
@@ -89,7 +94,7 @@ export function matrix(lines, k, description, seed, specials = []) {
         continue;
       }
       const special = specials.find((each) => each.line === line && each.l === l);
-      const bits = special ? SPECIALS[dtype][special.value] : randomBits(dtype, next, sized);
+      const bits = special ? SPECIALS[dtype][special.value] : randomBits(dtype, next, sized, whole);
       if (size === 4) view.setUint32(at * 4, bits, true);
       else view.setUint16(at * 2, bits, true);
       exact[line * k + l] = decoded(dtype, bits);

@@ -53,7 +53,7 @@ export async function product(engine, order) {
     if (gap.some((value) => value !== GUARD)) return `the gap behind row ${i} of C changed: ${gap}`;
   }
   const roundings = [problem.a, problem.b].filter(({ dtype }) => dtype === "i8").length;
-  const want = { m, n, k, a: left.exact, b: right.exact, cRow, before: c, bias, roundings, accuracy, step };
+  const want = { m, n, k, a: left.exact, b: right.exact, cRow, before: c, bias, roundings, accuracy, step, exactly: order.a.whole && order.b.whole };
   return wrongElement(want, got);
 }
 

@@ -18,6 +18,7 @@ BYTES_MAX = 128 << 20
 DTYPES = ["f32", "bf16", "f16", "i8"]
 LAYOUTS = ["along", "across", "both"]
 PLAIN = {"dtype": "f32", "layout": "along", "gap": 0, "offset": 0, "scale": 1.0, "uneven": False}
+WHOLE = {**PLAIN, "whole": True}
 EDGES = [
     (1, 1, 1),
     (31, 32, 33),
@@ -92,7 +93,7 @@ def test_the_engine_is_the_one_that_was_asked_for(engine) -> None:
 
 def test_either_side_of_every_block(engine) -> None:
     for shape in SMALL_EDGES if slow(engine) else EDGES:
-        engine.check("product", **order(*shape))
+        engine.check("product", **order(*shape, a=WHOLE, b=WHOLE))
         engine.check("product", **order(*shape, accumulate=True, bias=True, c_gap=3))
 
 
