@@ -73,7 +73,7 @@ def browser_version() -> str:
 
 def build_peaks() -> None:
     """Build kernels_wasm/peak.c and the ladder, which nothing but benches want. Raises RuntimeError."""
-    command = [sys.executable, ROOT / "kernels_wasm" / "ladder.py"]
+    command = [sys.executable, str(ROOT / "kernels_wasm" / "ladder.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"kernels_wasm/ladder.py failed: {done.stderr[-1000:]}")
