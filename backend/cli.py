@@ -264,7 +264,7 @@ def kernels(as_json: Json = False) -> None:
     from rich.console import Console
 
     from backend.bench import kernels as bench
-    from backend.bench.kernels_table import show
+    from backend.bench.kernels.table import show
 
     try:
         figures = bench.kernels()

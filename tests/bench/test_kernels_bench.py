@@ -15,17 +15,17 @@ import torch
 from typer.testing import CliRunner
 
 from backend.bench import kernels as bench
-from backend.bench import kernels_ladder as ladder
-from backend.bench.kernels_figures import ratio
-from backend.bench.kernels_operands import SCALE_BLOCK, encode, error, operands
-from backend.bench.kernels_page import ROOT, KernelsPage
-from backend.bench.kernels_targets import holds
+from backend.bench.kernels import ladder
+from backend.bench.kernels.figures import ratio
+from backend.bench.kernels.operands import SCALE_BLOCK, encode, error, operands
+from backend.bench.kernels.page import ROOT, KernelsPage
+from backend.bench.kernels.targets import holds
 from backend.cli import app
 
 N = 64
 FAST_N = 256  # the fast kernel leaves less to the plain one
 TINY = bench.Plan(wasm=(N,), fast=(FAST_N,), gpu=(N,), rounds=3, roundMs=1)
-ONNX_MODEL = "/bench/kernels_onnx.js"
+ONNX_MODEL = "/bench/kernels/onnx.js"
 CPU_PEERS = {"tfjs-wasm", "onnxruntime-web-wasm", "onnxruntime-web-wasm-one-run"}
 GPU_PEERS = {"tfjs-webgpu", "onnxruntime-web-webgpu", "jax-js-webgpu"}
 
@@ -81,7 +81,7 @@ def test_a_peer_with_a_wrong_product_is_refused_and_not_timed() -> None:
 
 def test_a_page_that_fails_says_why() -> None:
     script = b'await fetch("/figures", { method: "POST", body: JSON.stringify({ error: "no such luck" }) });'
-    with KernelsPage({"/bench/kernels.js": script}) as page, pytest.raises(RuntimeError, match="no such luck"):
+    with KernelsPage({"/bench/kernels/page.js": script}) as page, pytest.raises(RuntimeError, match="no such luck"):
         page.measure({}, 60)
 
 

@@ -59,7 +59,7 @@ def sizes(page: dict[str, Any], section: str) -> list[dict[str, Any]]:
 
 
 def figures(page: dict[str, Any], native: dict[str, Any]) -> dict[str, Any]:
-    """Everything but `holds`. `native` as kernels_native.py prints it."""
+    """Everything but `holds`. `native` as native.py prints it."""
     wasm, webgpu, pyodide = (sizes(page, name) for name in ("wasm", "webgpu", "pyodide"))
     measured = [*wasm, *webgpu, *pyodide]
     return {

@@ -6,14 +6,14 @@
  */
 import { prove } from "/static/js/engines/check.js";
 import { openStrict } from "/static/js/engines/wasm.js";
-import { fresh, resident } from "./kernels_engines.js";
-import { tfjsWasm } from "./kernels_peers.js";
-import { compete } from "./kernels_rounds.js";
-import { peak, roundsAt } from "./kernels_wasm.js";
+import { fresh, resident } from "./engines.js";
+import { tfjsWasm } from "./peers.js";
+import { compete } from "./rounds.js";
+import { peak, roundsAt } from "./wasm.js";
 
 const SIZE = 512;
 
-/** @param {import("./kernels.js").Plan} plan */
+/** @param {import("./page.js").Plan} plan */
 export async function run(plan) {
   const n = Math.min(SIZE, ...plan.wasm);
   const start = performance.now();

@@ -4,7 +4,7 @@
  *
  * Volunteers compute in Workers, so everything is measured there, ours and the peers in the same one: no library is held
  * up by a page's rendering, and what one leaves behind goes with its Worker. The plan comes in the address; what the
- * figures mean is worked out in Python (backend/bench/kernels.py). A section that cannot run says why and the others go
+ * figures mean is worked out in Python (backend/bench/kernels/bench.py). A section that cannot run says why and the others go
  * on: a browser without WebGPU still gives its WASM figures.
  */
 
@@ -13,7 +13,7 @@
  * @property {string[]} sections any of SECTIONS, in this order
  * @property {number[]} wasm sizes n of the CPU's kernels @property {number[]} fast sizes of the fast kernel
  * @property {number[]} gpu sizes of the WebGPU kernels @property {number[]} ladder sizes of the ladder's rungs
- * @property {number} rounds of 512-sized work; larger sizes have fewer (kernels_rounds.js)
+ * @property {number} rounds of 512-sized work; larger sizes have fewer (rounds.js)
  * @property {number} roundMs least time of one contestant's turn
  * @property {string[]} rungs the ladder's modules by name
  */
@@ -30,7 +30,7 @@ const SECTIONS = {
 
 /** @param {string} section @param {Plan} plan */
 function begin(section, plan) {
-  const worker = new Worker("/bench/kernels_worker.js", { type: "module" });
+  const worker = new Worker("/bench/kernels/worker.js", { type: "module" });
   worker.postMessage({ section, plan });
   return worker;
 }

@@ -14,7 +14,7 @@
  * @property {(calls: number) => number|void|Promise<number|void>} run that many products, all of them finished when it
  *   returns; a number is the seconds that count, else the wall clock does
  * @property {() => Promise<Float32Array>} [product] of one call, by rows; a peak has none
- * @property {import("./kernels_operands.js").Truth} [truth] what the product is compared with
+ * @property {import("./operands.js").Truth} [truth] what the product is compared with
  * @property {number} [errorMax] largest error over largest element that is still right
  * @property {() => void} [close]
  * @property {string} [note]
@@ -31,7 +31,7 @@
  * @property {Record<string, string>} notes
  */
 
-import { judge } from "./kernels_operands.js";
+import { judge } from "./operands.js";
 
 const CLOCK_S = 1e-4; // a page that is not isolated has no finer clock
 

@@ -1,4 +1,4 @@
-"""Serves the kernel bench's page (web/bench/kernels.html), checks the products it posts, and takes its figures.
+"""Serves the kernel bench's page (web/bench/kernels/index.html), checks the products it posts, and takes its figures.
 
 The page runs in a bare headless Chromium (a DevTools client would slow it down) and gets everything from here: our own
 modules, the peers from node_modules, the operands. A product is posted here and judged against float64 before its
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from backend.bench.kernels_operands import error, operands
+from backend.bench.kernels.operands import error, operands
 from backend.chromium import Chromium
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {"node_modules": ROOT / "node_modules", "build": ROOT / "build", "": ROOT / "web"}
 TYPES = {
     ".html": "text/html",
@@ -50,8 +50,8 @@ class KernelsPage:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def measure(self, plan: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """What the page measured by `plan` (see web/bench/kernels.js). Raises RuntimeError where it could not."""
-        address = f"http://127.0.0.1:{self._server.server_port}/bench/kernels.html"
+        """What the page measured by `plan` (see web/bench/kernels/page.js). Raises RuntimeError where it could not."""
+        address = f"http://127.0.0.1:{self._server.server_port}/bench/kernels/index.html"
         with Chromium(f"{address}?{urlencode({'plan': json.dumps(plan)})}", webgpu=True):
             try:
                 figures = self.figures.get(timeout=seconds)

@@ -7,10 +7,10 @@
  * products (A B B B B), so that the kernel counts and not the copies; as `onnxruntime-web-wasm-one-run` it is one product,
  * what a caller gets. Ours: operands and result in the heap, as for tfjs.
  */
-import { chainModel } from "./kernels_onnx.js";
-import { rowMajor } from "./kernels_operands.js";
+import { chainModel } from "./onnx.js";
+import { rowMajor } from "./operands.js";
 
-/** @typedef {import("./kernels_rounds.js").Entry} Entry */
+/** @typedef {import("./rounds.js").Entry} Entry */
 
 export const FACTORS = 4;
 // Any order of a float32 sum keeps to it up to n = 2048; f16, bf16 or tf32 inside would not.

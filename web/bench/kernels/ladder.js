@@ -2,13 +2,13 @@
  * The kernel bench's ladder section: each rung of kernels_wasm/ladder/, what ships, and tfjs, turn by turn. The rungs have the
  * signature of the shipped kernel.
  */
-import { tfjsWasm } from "./kernels_peers.js";
-import { compete } from "./kernels_rounds.js";
-import { ours, roundsAt } from "./kernels_wasm.js";
+import { tfjsWasm } from "./peers.js";
+import { compete } from "./rounds.js";
+import { ours, roundsAt } from "./wasm.js";
 
 const SHIPPED = ["strict", "relaxed"];
 
-/** @param {import("./kernels.js").Plan} plan */
+/** @param {import("./page.js").Plan} plan */
 export async function run(plan) {
   const measured = [];
   for (const n of plan.ladder) {

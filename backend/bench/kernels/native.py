@@ -1,4 +1,4 @@
-"""The native side of the kernel bench: torch and NumPy on one thread, `python -m backend.bench.kernels_native N ...`.
+"""The native side of the kernel bench: torch and NumPy on one thread, `python -m backend.bench.kernels.native N ...`.
 
 A process of its own, because the number of threads is fixed when the libraries start. Prints one JSON object with
 `rows` like those of the browser's kernels and `fma_128`, the CPU's 128-bit peak, measured by a program of ours
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PEAK = ROOT / "build" / "bench" / "peak"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 ROUNDS = 9
@@ -30,7 +30,7 @@ NATIVE_S_MAX = 120.0
 def native(sizes: list[int]) -> dict[str, Any]:
     """Measure in a process with one thread. Raises RuntimeError with its last words where it failed."""
     done = subprocess.run(
-        [sys.executable, "-m", "backend.bench.kernels_native", *map(str, sizes)],
+        [sys.executable, "-m", "backend.bench.kernels.native", *map(str, sizes)],
         cwd=ROOT, env={**os.environ, **dict.fromkeys(THREADS, "1")},
         capture_output=True, text=True, check=False, timeout=NATIVE_S_MAX,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 All contestants of a size multiply the same two square matrices A and B, drawn once from a normal distribution and then
 rounded to the type that a contestant reads, so that rounding the input is not counted as its error. A contestant may
-also compute a chain A B B ... of `factors` factors B in one call (see kernels_peers.js for who does and why).
+also compute a chain A B B ... of `factors` factors B in one call (see peers.js for who does and why).
 """
 
 from __future__ import annotations

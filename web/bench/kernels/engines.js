@@ -1,11 +1,11 @@
 /**
  * Our engines as the kernel bench's contestants, through the one interface that a volunteer's tab uses.
  */
-import { operands } from "./kernels_operands.js";
+import { operands } from "./operands.js";
 
-/** @typedef {import("../types/engine.js").Engine} Engine */
-/** @typedef {import("../types/engine.js").Open} Open */
-/** @typedef {import("./kernels_rounds.js").Contestant} Contestant */
+/** @typedef {import("../../types/engine.js").Engine} Engine */
+/** @typedef {import("../../types/engine.js").Open} Open */
+/** @typedef {import("./rounds.js").Contestant} Contestant */
 
 const ROUNDING = 2e-6;
 const BYTES_MAX = 1 << 29;
@@ -76,7 +76,7 @@ async function inFlight(depth, calls, once) {
   await Promise.all(Array.from({ length: depth }, lane));
 }
 
-/** @param {string} name @param {number} n @param {() => Promise<import("../types/engine.js").Product>} tile */
+/** @param {string} name @param {number} n @param {() => Promise<import("../../types/engine.js").Product>} tile */
 function square(name, n, tile) {
   return {
     name,

@@ -2,13 +2,13 @@
  * A Worker of the kernel bench: runs the section it is told and answers with its figures, or with why there are none.
  */
 
-/** @type {Record<string, () => Promise<{ run: (plan: import("./kernels.js").Plan) => Promise<unknown> }>>} */
+/** @type {Record<string, () => Promise<{ run: (plan: import("./page.js").Plan) => Promise<unknown> }>>} */
 const SECTIONS = {
-  wasm: () => import("./kernels_wasm.js"),
-  ladder: () => import("./kernels_ladder.js"),
-  pyodide: () => import("./kernels_pyodide.js"),
-  pair: () => import("./kernels_pair.js"),
-  webgpu: () => import("./kernels_webgpu.js"),
+  wasm: () => import("./wasm.js"),
+  ladder: () => import("./ladder.js"),
+  pyodide: () => import("./pyodide.js"),
+  pair: () => import("./pair.js"),
+  webgpu: () => import("./webgpu.js"),
 };
 
 self.onmessage = async ({ data: { section, plan } }) => {

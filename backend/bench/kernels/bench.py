@@ -1,13 +1,13 @@
 """`tileweave bench kernels`: how fast our kernels are on this machine, beside every library that a browser offers.
 
-One bare headless Chromium measures ours and the peers turn by turn in Workers (web/bench/kernels.js and what it
+One bare headless Chromium measures ours and the peers turn by turn in Workers (web/bench/kernels/page.js and what it
 starts); torch and NumPy are measured natively on one thread. Every product is compared with float64 before its maker is
 timed.
 
 What a timing includes, ours and peers alike: operands where the kernel wants them (WASM heap, GPU), the product left
 there. Ours packs both operands anew in each call; tfjs keeps its packed B. On WebGPU ours counts the copy of the
 product to a readable buffer, the peers do not make it, and A and B are packed once, when they arrive. onnxruntime-web's
-WASM provider cannot leave anything in its heap: see web/bench/kernels_peers.js. Speeds are 2 n^3 over the time. The
+WASM provider cannot leave anything in its heap: see web/bench/kernels/peers.js. Speeds are 2 n^3 over the time. The
 peak is that of 128-bit fused multiply-adds on one core, in WASM in the same run (kernels_wasm/peak.c); a product's
 error is the largest one over the largest element.
 """
@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.bench.kernels_figures import figures
-from backend.bench.kernels_native import native
-from backend.bench.kernels_page import ROOT, KernelsPage
-from backend.bench.kernels_targets import holds
+from backend.bench.kernels.figures import figures
+from backend.bench.kernels.native import native
+from backend.bench.kernels.page import ROOT, KernelsPage
+from backend.bench.kernels.targets import holds
 from backend.chromium import find
 
 PAGE_S_MAX = 240.0
@@ -33,7 +33,7 @@ PAGE_S_MAX = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the page measures; its fields are those of Plan in web/bench/kernels.js."""
+    """What the page measures; its fields are those of Plan in web/bench/kernels/page.js."""
 
     sections: tuple[str, ...] = ("wasm", "pyodide", "pair", "webgpu")
     wasm: tuple[int, ...] = (512, 1024)

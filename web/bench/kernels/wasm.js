@@ -6,11 +6,11 @@
  * the product left in the heap.
  */
 import { WasmHeap } from "/static/js/engines/wasm_heap.js";
-import { operands } from "./kernels_operands.js";
-import { FACTORS, onnxWasm, tfjsWasm } from "./kernels_peers.js";
-import { compete } from "./kernels_rounds.js";
+import { operands } from "./operands.js";
+import { FACTORS, onnxWasm, tfjsWasm } from "./peers.js";
+import { compete } from "./rounds.js";
 
-/** @typedef {import("./kernels_rounds.js").Entry} Entry */
+/** @typedef {import("./rounds.js").Entry} Entry */
 
 const TYPES = new Map([["f32", 0], ["bf16", 1], ["f16", 2], ["i8", 3]]);
 const ROWWISE = 2e-6, NORMWISE = 2e-5;
@@ -82,7 +82,7 @@ function fast(name, path, n) {
 /**
  * @param {string} name @param {number} n @param {string} dtype @param {number} errorMax
  * @param {() => void} once @param {() => Float32Array} result
- * @returns {import("./kernels_rounds.js").Contestant}
+ * @returns {import("./rounds.js").Contestant}
  */
 function contestant(name, n, dtype, errorMax, once, result) {
   const run = (/** @type {number} */ calls) => {
@@ -119,7 +119,7 @@ const RELAXED = "/static/wasm/gemm_relaxed.wasm";
 const STRICT = "/static/wasm/gemm_strict.wasm";
 const SCALAR = "/static/wasm/gemm_scalar.wasm";
 
-/** @param {number} n @param {import("./kernels.js").Plan} plan */
+/** @param {number} n @param {import("./page.js").Plan} plan */
 function entries(n, plan) {
   const all = [peak("fused"), ours("wasm/relaxed", RELAXED, n, "f32")];
   if (plan.fast.includes(n)) all.push(fast("wasm/fast", RELAXED, n));
@@ -139,7 +139,7 @@ function entries(n, plan) {
   return all;
 }
 
-/** @param {import("./kernels.js").Plan} plan */
+/** @param {import("./page.js").Plan} plan */
 export async function run(plan) {
   const sizes = [...new Set([...plan.wasm, ...plan.fast])].sort((x, y) => x - y);
   const measured = [];

@@ -1,12 +1,12 @@
 /**
  * One of the two Workers of the kernel bench's pair section: told to go, it computes for a while and says how fast.
  */
-import { ours } from "./kernels_wasm.js";
+import { ours } from "./wasm.js";
 
 const SIZE_MAX = 512;
 const TURN_MS = 250;
 
-/** Gets ready and answers; from then on each message is an order to go. @param {import("./kernels.js").Plan} plan */
+/** Gets ready and answers; from then on each message is an order to go. @param {import("./page.js").Plan} plan */
 export async function run(plan) {
   const n = Math.min(SIZE_MAX, ...plan.wasm);
   const { flop, run: compute } = await ours("wasm/relaxed", "/static/wasm/gemm_relaxed.wasm", n, "f32").make();

@@ -6,14 +6,14 @@
  * done, the copy of the product to a readable buffer included, which the peers are not asked for. `transfers/tuned` is the
  * wall clock with both panels' way up and the product's way down, two tiles in flight.
  */
-import { arriving, fresh, resident } from "./kernels_engines.js";
-import { jaxWebgpu, onnxWebgpu, tfjsWebgpu } from "./kernels_peers_webgpu.js";
-import { compete } from "./kernels_rounds.js";
-import { roundsAt } from "./kernels_wasm.js";
+import { arriving, fresh, resident } from "./engines.js";
+import { jaxWebgpu, onnxWebgpu, tfjsWebgpu } from "./peers_webgpu.js";
+import { compete } from "./rounds.js";
+import { roundsAt } from "./wasm.js";
 
-/** @typedef {import("./kernels_rounds.js").Entry} Entry */
+/** @typedef {import("./rounds.js").Entry} Entry */
 
-/** @param {import("./kernels.js").Plan} plan */
+/** @param {import("./page.js").Plan} plan */
 export async function run(plan) {
   const adapter = await navigator.gpu?.requestAdapter();
   if (!adapter) throw new Error("this browser gives no WebGPU adapter");
@@ -35,7 +35,7 @@ async function ours() {
   const start = performance.now();
   let choice = "";
   const remember = (/** @type {string} */ text) => void (choice = JSON.parse(text).kernels.f32);
-  /** @type {Promise<import("../types/engine.js").Engine>} */
+  /** @type {Promise<import("../../types/engine.js").Engine>} */
   const opened = import("/static/js/engines/webgpu.js").then(({ open }) => fresh(open, remember));
   const joined = await opened.then(() => (performance.now() - start) / 1000, () => null);
   const tuned = (/** @type {number} */ n) => ({

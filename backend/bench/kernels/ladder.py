@@ -1,4 +1,4 @@
-"""Writes the ladder's table into kernels_wasm/README.md: `python -m backend.bench.kernels_ladder`.
+"""Writes the ladder's table into kernels_wasm/README.md: `python -m backend.bench.kernels.ladder`.
 
 Each rung of kernels_wasm/ladder/ adds one idea to the one before; the table says what each is worth, as times the
 speed of tfjs-backend-wasm in the same Chromium, turn by turn. The last rows are the kernel that ships.
@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend.bench.kernels import PAGE_S_MAX, Plan, browser_version, build_peaks, cpu_model
-from backend.bench.kernels_figures import ratio, sizes
-from backend.bench.kernels_page import ROOT, KernelsPage
+from backend.bench.kernels.bench import PAGE_S_MAX, Plan, browser_version, build_peaks, cpu_model
+from backend.bench.kernels.figures import ratio, sizes
+from backend.bench.kernels.page import ROOT, KernelsPage
 
 README = ROOT / "kernels_wasm" / "README.md"
 RUNGS = ROOT / "kernels_wasm" / "ladder"
-BEGIN, END = "<!-- ladder: made by python -m backend.bench.kernels_ladder -->", "<!-- end of ladder -->"
+BEGIN, END = "<!-- ladder: made by python -m backend.bench.kernels.ladder -->", "<!-- end of ladder -->"
 SHIPPED = {"strict": "what ships where there is no relaxed SIMD", "relaxed": "what ships"}
 PEER = "peer/tfjs-wasm"
 

@@ -5,11 +5,11 @@
  * after another, the wait until the last is finished, results left on the device. Each has its own adapter and device, and
  * its pipelines are compiled before the clock starts.
  */
-import { chainModel } from "./kernels_onnx.js";
-import { rowMajor } from "./kernels_operands.js";
-import { onnxruntime, ROUNDING, tensorflow } from "./kernels_peers.js";
+import { chainModel } from "./onnx.js";
+import { rowMajor } from "./operands.js";
+import { onnxruntime, ROUNDING, tensorflow } from "./peers.js";
 
-/** @typedef {import("./kernels_rounds.js").Entry} Entry */
+/** @typedef {import("./rounds.js").Entry} Entry */
 
 const USAGE = 0x80 | 0x04 | 0x08; // GPUBufferUsage's STORAGE, COPY_SRC, COPY_DST
 const JAX = "/node_modules/@jax-js/jax/dist/index.js";

@@ -38,7 +38,7 @@ export async function rowMajor(n) {
 
 /**
  * The error of a contestant's product; rejects where it is too large.
- * @param {import("./kernels_rounds.js").Contestant} contestant
+ * @param {import("./rounds.js").Contestant} contestant
  * @returns {Promise<number>} largest error over largest element
  */
 export async function judge({ product, truth, errorMax }) {
