@@ -43,7 +43,16 @@ from tileweave.protocol.messages import (
 
 WEB = Path(__file__).resolve().parents[2] / "web"
 DEADLINE_S = 60.0
-MIME = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".svg": "image/svg+xml"}
+MIME = {
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".css": "text/css",
+    ".wasm": "application/wasm",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+    ".whl": "application/octet-stream",
+    ".zip": "application/zip",
+}
 # What Chromium itself writes to a page's console when a server or its GPU process goes away.
 CHROMIUMS_OWN = ("ERR_CONNECTION_REFUSED", "A valid external Instance reference no longer exists")
 LIMITS = Limits(

@@ -1,4 +1,4 @@
-"""A volunteer whose browser has WebGPU (a software adapter here): tiles on it, and the loss of the GPU in mid-session."""
+"""A volunteer whose browser has WebGPU (a software adapter here): tiles on it, and its loss in mid-session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tileweave.protocol.messages import Fail, Need
 pytestmark = pytest.mark.browser
 Device = Any
 WebServer = Any
-FLAGS = ["--no-sandbox", "--enable-unsafe-webgpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS = ["--no-sandbox", "--enable-unsafe-webgpu", "--disable-quic", "--disable-background-networking"]
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ class Work:
     def __init__(self, device: Device) -> None:
         random = np.random.default_rng(1)
         self.device = device
-        self.panels = {name: random.standard_normal((rows, 70), dtype=np.float32) for name, rows in (("a", 90), ("b", 120))}
+        sides = {"a": 90, "b": 120}
+        self.panels = {name: random.standard_normal((rows, 70), dtype=np.float32) for name, rows in sides.items()}
         self.leases = 0
 
     async def send_panels(self) -> None:

@@ -354,7 +354,7 @@ def test_without_any_right_kernel_the_device_does_not_join(page: Page, server: W
     assert server.hellos == 0
 
 
-@pytest.mark.parametrize("kernel", ["wasm-relaxed", "wasm-strict", "wasm-scalar"])
+@pytest.mark.parametrize("kernel", ["wasm-relaxed", "wasm-strict", "wasm-scalar", "pyodide", "python"])
 def test_the_address_can_force_a_kernel(page: Page, server: WebServer, kernel: str) -> None:
     page.goto(f"{server.url}/?kernel={kernel}&threads=2")
     page.get_by_role("button", name="Start computing").click()
