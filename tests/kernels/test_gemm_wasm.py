@@ -276,6 +276,26 @@ def test_every_int8_is_scaled_by_its_line_and_block(kernel: Kernel) -> None:
     assert np.array_equal(got, stored[:, 140].astype(np.float32) * scales[:, 1])
 
 
+@pytest.fixture(scope="module")
+def rungs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
+    directory = tmp_path_factory.mktemp("ladder")
+    command = [sys.executable, str(ROOT / "kernels_wasm" / "ladder.py"), str(directory)]
+    subprocess.run(command, check=True, timeout=120)
+    return {path.stem: Kernel(path.read_bytes()) for path in (directory / "ladder").glob("*.wasm")}
+
+
+@pytest.mark.parametrize("rung", sorted(path.stem for path in (ROOT / "kernels_wasm" / "ladder").glob("[0-9]*.c")))
+def test_every_rung_of_the_ladder_computes_what_ships(rungs: dict[str, Kernel], rung: str) -> None:
+    """A bench of a wrong kernel says nothing."""
+    for m, n, k in [(1, 1, 1), (7, 9, 5), (33, 31, 262), (61, 521, 130)]:
+        a, bt = operands(m, n, k, seed=m)
+        c = np.random.default_rng(1).standard_normal((m, n), dtype=np.float32)
+        bias = np.random.default_rng(2).standard_normal(n, dtype=np.float32)
+        for along in [(True, True), (False, False)]:
+            assert close(rungs[rung].multiply(a, bt, along=along, pad=1), a.values, bt.values)
+            assert close(rungs[rung].multiply(a, bt, c=c, bias=bias, along=along), a.values, bt.values, c, bias)
+
+
 NODE = """
 import { readFileSync } from "node:fs";
 const { wasm, m, n, k } = JSON.parse(process.argv[1]);
