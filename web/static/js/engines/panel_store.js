@@ -40,10 +40,8 @@ export class PanelStore {
     }
   }
 
-  /** Every panel is lost: what held them is gone. */
-  loseAll() {
-    for (const id of this.#places.keys()) this.#lost.add(id);
-    this.#places.clear();
+  dropAll() {
+    this.drop([...this.#places.keys()]);
   }
 
   /** Panels lost since the last call. */

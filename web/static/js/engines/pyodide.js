@@ -133,7 +133,7 @@ export class PyodideEngine {
 
   /** Pyodide and its memory go with the last reference to them. */
   close() {
-    this.#panels.loseAll();
+    this.#panels.dropAll();
   }
 }
 

@@ -125,7 +125,7 @@ export class WasmEngine {
 
   /** The instance and its memory go with the last reference to them. */
   close() {
-    this.#panels.loseAll();
+    this.#panels.dropAll();
   }
 
   /** @param {Uint8Array<ArrayBuffer>} bytes @returns {number} address of a copy in the heap; throws OutOfMemory */
