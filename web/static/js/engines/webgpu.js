@@ -200,10 +200,9 @@ export class WebGpuEngine {
 }
 
 /** @param {GpuSession} gpu @param {Choice} choice */
-function noteOf({ identity }, { kernels, flops, dropped }) {
+function noteOf({ identity }, { kernels, dropped }) {
   const names = Object.entries(kernels).map(([form, { name }]) => `${form}: ${name}`);
-  const speed = `${(flops / 1e9).toPrecision(3)} GFLOP/s`;
-  return [`${identity}, ${names.join(", ")}, ${speed}`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
+  return [`${identity}, ${names.join(", ")}`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
 }
 
 /** @type {import("../../../types/engine.js").Open} */
