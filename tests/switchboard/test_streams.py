@@ -91,8 +91,8 @@ def test_more_pending_than_one_read_takes(valkey, monkeypatch) -> None:
 
 
 def test_two_readers_of_one_stream_lose_nothing(valkey) -> None:
-    """As when a process is started again before its old self is gone. A reader that begins reads what is unacknowledged,
-    so an entry may come to both: every message is idempotent."""
+    """As when a process is started again before its old self is gone. A reader that begins reads what is not yet
+    acknowledged, so an entry may come to both: every message is idempotent."""
 
     async def scenario() -> list[str]:
         boards = [Switchboard(valkey.url) for _ in range(2)]
