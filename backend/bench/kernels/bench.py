@@ -49,7 +49,7 @@ def kernels(plan: Plan | None = None, overrides: dict[str, bytes] | None = None)
     """Measure. Returns rows, peers, peaks, the named ratios, errors and `holds`. Raises RuntimeError where the page
     cannot measure at all; what fails alone is in `failed` and `refused`. `overrides`: see KernelsPage."""
     plan = plan or Plan()
-    build_peaks()
+    build_yardsticks()
     with KernelsPage(overrides) as page:
         measured = page.measure(asdict(plan), PAGE_S_MAX)
         page.progress("native: torch and numpy")
@@ -71,7 +71,7 @@ def browser_version() -> str:
     return done.stdout.strip()
 
 
-def build_peaks() -> None:
+def build_yardsticks() -> None:
     """Build kernels_wasm/peak.c and the ladder, which nothing but benches want. Raises RuntimeError."""
     command = [sys.executable, str(ROOT / "kernels_wasm" / "ladder.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -11,8 +11,7 @@ import statistics
 from typing import Any
 
 PEAK = "peak/fused"
-# Kernels that the browser's engines compute with; the rest of a section are peers and peaks.
-ENGINES = ("wasm", "webgpu", "pyodide", "ladder")
+ENGINES = ("wasm", "webgpu", "pyodide")  # ours; the rest of a section are peers, peaks and yardsticks
 
 
 def ratio(measured: dict[str, Any], above: str, below: str) -> float | None:

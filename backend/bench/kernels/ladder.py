@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend.bench.kernels.bench import PAGE_S_MAX, Plan, browser_version, build_peaks, cpu_model
+from backend.bench.kernels.bench import PAGE_S_MAX, Plan, browser_version, build_yardsticks, cpu_model
 from backend.bench.kernels.figures import ratio, sizes
 from backend.bench.kernels.page import ROOT, KernelsPage
 
@@ -25,7 +25,7 @@ PEER = "peer/tfjs-wasm"
 
 def measure() -> list[dict[str, Any]]:
     """One entry a size, with every rung and the shipped builds."""
-    build_peaks()
+    build_yardsticks()
     plan = Plan(sections=("ladder",), ladder=(512, 1024), rungs=tuple(path.stem for path in rungs()), rounds=9)
     with KernelsPage() as page:
         return sizes(page.measure(asdict(plan), PAGE_S_MAX), "ladder")

@@ -3,8 +3,8 @@
  * signature of the shipped kernel.
  */
 import { tfjsWasm } from "./peers.js";
-import { compete } from "./rounds.js";
-import { ours, roundsAt } from "./wasm.js";
+import { compete, roundsAt } from "./rounds.js";
+import { ours } from "./wasm.js";
 
 const SHIPPED = ["strict", "relaxed"];
 

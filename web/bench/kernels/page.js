@@ -10,23 +10,13 @@
 
 /**
  * @typedef {object} Plan
- * @property {string[]} sections any of SECTIONS, in this order
+ * @property {string[]} sections modules of this folder that export run(), in this order
  * @property {number[]} wasm sizes n of the CPU's kernels @property {number[]} fast sizes of the fast kernel
  * @property {number[]} gpu sizes of the WebGPU kernels @property {number[]} ladder sizes of the ladder's rungs
  * @property {number} rounds of 512-sized work; larger sizes have fewer (rounds.js)
  * @property {number} roundMs least time of one contestant's turn
  * @property {string[]} rungs the ladder's modules by name
  */
-
-
-/** @type {Record<string, (plan: Plan) => Promise<unknown>>} */
-const SECTIONS = {
-  wasm: (plan) => inWorker("wasm", plan),
-  ladder: (plan) => inWorker("ladder", plan),
-  pyodide: (plan) => inWorker("pyodide", plan),
-  pair: (plan) => pair(plan),
-  webgpu: (plan) => inWorker("webgpu", plan),
-};
 
 /** @param {string} section @param {Plan} plan */
 function begin(section, plan) {
@@ -92,7 +82,7 @@ async function measure(plan) {
   const sections = {};
   for (const name of plan.sections) {
     await fetch("/progress", { method: "POST", body: name });
-    sections[name] = await SECTIONS[name](plan).catch((error) => ({ failed: String(error) }));
+    sections[name] = await (name === "pair" ? pair(plan) : inWorker(name, plan)).catch((error) => ({ failed: String(error) }));
   }
   return { browser: navigator.userAgent, sections };
 }

@@ -18,8 +18,8 @@ export const ROUNDING = 1e-5;
 const TENSORFLOW = "/node_modules/@tensorflow";
 const ONNX = "/node_modules/onnxruntime-web/dist/";
 
-/** tfjs with a backend, loaded once a Worker. @param {string} backend "wasm" or "webgpu" @returns {Promise<any>} */
-export async function tensorflow(backend) {
+/** tfjs with a backend, loaded once a Worker. @param {"wasm"|"webgpu"} backend @returns {Promise<any>} */
+async function tensorflow(backend) {
   await import(`${TENSORFLOW}/tfjs-core/dist/tf-core.min.js`);
   await import(`${TENSORFLOW}/tfjs-backend-${backend}/dist/tf-backend-${backend}.min.js`);
   const tf = /** @type {any} */ (globalThis).tf;
@@ -41,11 +41,16 @@ export async function onnxruntime(bundle) {
   return ort;
 }
 
-/** @param {number} n @returns {Entry} */
-export function tfjsWasm(n) {
-  const name = "peer/tfjs-wasm";
+/**
+ * tfjs on either backend.
+ * @param {"wasm"|"webgpu"} backend @param {number} n
+ * @param {(tf: any) => Promise<void>} [finish] waits for what was queued; nothing is on the CPU
+ * @returns {Entry}
+ */
+export function tfjs(backend, n, finish = async () => {}) {
+  const name = `peer/tfjs-${backend}`;
   const make = async () => {
-    const tf = await tensorflow("wasm");
+    const tf = await tensorflow(backend);
     const { a, b } = await rowMajor(n);
     const x = tf.tensor2d(a, [n, n]), y = tf.tensor2d(b, [n, n]);
     return {
@@ -53,8 +58,9 @@ export function tfjsWasm(n) {
       flop: 2 * n ** 3,
       truth: { n, dtype: "f32", factors: 1 },
       errorMax: ROUNDING,
-      run: (/** @type {number} */ calls) => {
+      run: async (/** @type {number} */ calls) => {
         for (let i = 0; i < calls; i += 1) tf.matMul(x, y).dispose();
+        await finish(tf);
       },
       product: async () => {
         const c = tf.matMul(x, y);
@@ -68,6 +74,9 @@ export function tfjsWasm(n) {
   return { name, make };
 }
 
+/** @param {number} n */
+export const tfjsWasm = (n) => tfjs("wasm", n);
+
 /** @param {string} name @param {number} n @param {number} factors products in one run @returns {Entry} */
 export function onnxWasm(name, n, factors) {
   const make = async () => {
@@ -78,7 +87,7 @@ export function onnxWasm(name, n, factors) {
     return {
       name,
       flop: factors * 2 * n ** 3,
-      truth: { n, dtype: "f32", factors: factors },
+      truth: { n, dtype: "f32", factors },
       errorMax: ROUNDING * factors,
       run: async (/** @type {number} */ calls) => {
         for (let i = 0; i < calls; i += 1) await session.run(feeds);

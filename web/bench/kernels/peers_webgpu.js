@@ -7,45 +7,26 @@
  */
 import { chainModel } from "./onnx.js";
 import { rowMajor } from "./operands.js";
-import { onnxruntime, ROUNDING, tensorflow } from "./peers.js";
+import { onnxruntime, ROUNDING, tfjs } from "./peers.js";
 
 /** @typedef {import("./rounds.js").Entry} Entry */
 
 const USAGE = 0x80 | 0x04 | 0x08; // GPUBufferUsage's STORAGE, COPY_SRC, COPY_DST
 const JAX = "/node_modules/@jax-js/jax/dist/index.js";
 
-/** @param {number} n @returns {Entry} */
-export function tfjsWebgpu(n) {
-  const name = "peer/tfjs-webgpu";
-  const make = async () => {
-    const tf = await tensorflow("webgpu");
-    const { a, b } = await rowMajor(n);
-    const x = tf.tensor2d(a, [n, n]), y = tf.tensor2d(b, [n, n]);
-    // tfjs returns at once and submits commands when it likes: without these three a timing is that of its queue.
-    const finish = () => {
-      const backend = tf.backend();
-      backend.endComputePassEncoder();
-      backend.submitQueue();
-      return backend.queue.onSubmittedWorkDone();
-    };
-    return {
-      name,
-      ...square(n),
-      run: async (/** @type {number} */ calls) => {
-        for (let i = 0; i < calls; i += 1) tf.matMul(x, y).dispose();
-        await finish();
-      },
-      product: async () => {
-        const c = tf.matMul(x, y);
-        const values = await c.data();
-        c.dispose();
-        return values;
-      },
-      close: () => tf.dispose([x, y]),
-    };
-  };
-  return { name, make };
+/**
+ * tfjs returns at once and submits commands when it likes: without these three a timing is that of its queue.
+ * @param {any} tf
+ */
+function finish(tf) {
+  const backend = tf.backend();
+  backend.endComputePassEncoder();
+  backend.submitQueue();
+  return backend.queue.onSubmittedWorkDone();
 }
+
+/** @param {number} n */
+export const tfjsWebgpu = (n) => tfjs("webgpu", n, finish);
 
 /** @param {number} n @returns {Entry} */
 export function onnxWebgpu(n) {

@@ -8,8 +8,8 @@ import { prove } from "/static/js/engines/check.js";
 import { openStrict } from "/static/js/engines/wasm.js";
 import { fresh, resident } from "./engines.js";
 import { tfjsWasm } from "./peers.js";
-import { compete } from "./rounds.js";
-import { peak, roundsAt } from "./wasm.js";
+import { compete, roundsAt } from "./rounds.js";
+import { peak } from "./wasm.js";
 
 const SIZE = 512;
 

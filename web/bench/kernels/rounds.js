@@ -6,6 +6,7 @@
  * contestants compares them within each round. A contestant whose product is wrong, or that cannot run, is refused with
  * the reason and not timed.
  */
+import { judge } from "./operands.js";
 
 /**
  * @typedef {object} Contestant
@@ -30,8 +31,6 @@
  * @property {{ name: string, reason: string }[]} refused
  * @property {Record<string, string>} notes
  */
-
-import { judge } from "./operands.js";
 
 const CLOCK_S = 1e-4; // a page that is not isolated has no finer clock
 
@@ -79,4 +78,9 @@ export async function compete(title, n, entries, { rounds, roundMs }) {
   for (const { contestant } of field) contestant.close?.();
   for (const { name, reason } of measured.refused) await say(`${title} ${n}: ${name} refused: ${reason}`);
   return measured;
+}
+
+/** Fewer turns where each takes long. @param {number} n @param {{ rounds: number, roundMs: number }} plan */
+export function roundsAt(n, { rounds, roundMs }) {
+  return { rounds: Math.max(3, Math.round((rounds * 512) / Math.max(n, 512))), roundMs };
 }

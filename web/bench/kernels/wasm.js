@@ -8,7 +8,7 @@
 import { WasmHeap } from "/static/js/engines/wasm_heap.js";
 import { operands } from "./operands.js";
 import { FACTORS, onnxWasm, tfjsWasm } from "./peers.js";
-import { compete } from "./rounds.js";
+import { compete, roundsAt } from "./rounds.js";
 
 /** @typedef {import("./rounds.js").Entry} Entry */
 
@@ -145,9 +145,4 @@ export async function run(plan) {
   const measured = [];
   for (const n of sizes) measured.push(await compete("wasm", n, entries(n, plan), roundsAt(n, plan)));
   return { measured };
-}
-
-/** Fewer turns where each takes long. @param {number} n @param {{ rounds: number, roundMs: number }} plan */
-export function roundsAt(n, { rounds, roundMs }) {
-  return { rounds: Math.max(3, Math.round((rounds * 512) / Math.max(n, 512))), roundMs };
 }

@@ -8,8 +8,7 @@
  */
 import { arriving, fresh, resident } from "./engines.js";
 import { jaxWebgpu, onnxWebgpu, tfjsWebgpu } from "./peers_webgpu.js";
-import { compete } from "./rounds.js";
-import { roundsAt } from "./wasm.js";
+import { compete, roundsAt } from "./rounds.js";
 
 /** @typedef {import("./rounds.js").Entry} Entry */
 
