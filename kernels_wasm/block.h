@@ -96,4 +96,14 @@ static void block(u32 k, const float *restrict a, const float *restrict b, float
 }
 #endif
 
+/* A block that was computed aside to its place in C, or what of it lies inside. */
+static INLINE void merge(u32 rows, u32 cols, const float *restrict from, float *restrict c, u32 c_row, u32 accumulate,
+                         const float *bias) {
+  for (u32 i = 0; i < rows; ++i, from += NR, c += c_row)
+    for (u32 j = 0; j < cols; ++j) {
+      float x = accumulate ? c[j] + from[j] : from[j];
+      c[j] = bias ? x + bias[j] : x;
+    }
+}
+
 #endif

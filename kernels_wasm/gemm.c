@@ -33,12 +33,7 @@ EXPORT(gemm_scratch_bytes) u32 gemm_scratch_bytes(void) {
 static void edge_block(u32 k, const float *a, const float *b, float *restrict c, u32 c_row, u32 accumulate,
                        const float *bias, u32 rows, u32 cols, float *restrict aside) {
   block(k, a, b, aside, NR, 0, 0);
-  for (u32 i = 0; i < rows; ++i)
-    for (u32 j = 0; j < cols; ++j) {
-      float x = aside[i * NR + j];
-      if (accumulate) x = c[i * c_row + j] + x;
-      c[i * c_row + j] = bias ? x + bias[j] : x;
-    }
+  merge(rows, cols, aside, c, c_row, accumulate, bias);
 }
 
 /* mc x nc elements of C from both packed blocks. */

@@ -25,16 +25,6 @@
 
 enum { CHUNK = 512, CHUNK_BLOCKS = CHUNK / SCALE_BLOCK };
 
-/* One block of MR x NR to its place in C, or what of it lies inside. */
-static void merge(u32 rows, u32 cols, const float *restrict from, float *restrict c, u32 c_row, u32 accumulate,
-                  const float *bias) {
-  for (u32 i = 0; i < rows; ++i, from += NR, c += c_row)
-    for (u32 j = 0; j < cols; ++j) {
-      float x = accumulate ? c[j] + from[j] : from[j];
-      c[j] = bias ? x + bias[j] : x;
-    }
-}
-
 #ifdef __wasm_simd128__
 typedef enum { PAIRS, SIGNED_QUADS, UNSIGNED_QUADS } Way;
 
@@ -202,7 +192,7 @@ static u32 gemm_int8_scratch_bytes(void) {
 
 /* As gemm(), where both operands are i8. */
 static void gemm_int8(u32 m, u32 n, u32 k, const Operand *a, const Operand *b, float *c, u32 c_row, u32 accumulate,
-               const float *bias, u8 *scratch) {
+                      const float *bias, u8 *scratch) {
   Way way = choose();
   float *a_scales = (float *)(scratch + (MC + NC) * CHUNK * 2), *b_scales = a_scales + MC * CHUNK_BLOCKS;
   int *a_first = (int *)(b_scales + NC * CHUNK_BLOCKS), *b_first = a_first + MC * CHUNK_BLOCKS;
@@ -250,7 +240,7 @@ static float dot_chunk(const Operand *a, u32 i, const Operand *b, u32 j, u32 sta
 static u32 gemm_int8_scratch_bytes(void) { return 0; }
 
 static void gemm_int8(u32 m, u32 n, u32 k, const Operand *a, const Operand *b, float *c, u32 c_row, u32 accumulate,
-               const float *bias, u8 *scratch) {
+                      const float *bias, u8 *scratch) {
   (void)scratch;
   for (u32 pc = 0; pc < k; pc += CHUNK)
     for (u32 i = 0; i < m; ++i)

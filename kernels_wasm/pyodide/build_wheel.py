@@ -30,19 +30,9 @@ PYODIDE_LOCK = ROOT / "node_modules" / "pyodide" / "pyodide-lock.json"
 KERNEL = runpy.run_path(str(HERE.parent / "build.py"))  # what the other builds of the kernel are made of, and for
 BUILDS = ("relaxed", "strict")
 COMPILE = [
-    *(
-        "-target",
-        "wasm32-emscripten",
-        "-fPIC",
-        "-c",
-        "-std=c23",
-        "-O3",
-        "-ffp-contract=off",
-        "-ffreestanding",
-        "-fvisibility=hidden",
-    ),
-    *("-Wall", "-Wextra", "-Werror"),
-]
+    "-target", "wasm32-emscripten", "-fPIC", "-c", "-std=c23", "-O3", "-ffp-contract=off", "-ffreestanding",
+    "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror",
+]  # fmt: skip
 LINK = ["-shared", "--experimental-pic", "--no-entry", "--strip-all", "--unresolved-symbols=import-dynamic"]
 DATE = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip file can say
 WHEEL = f"Wheel-Version: 1.0\nGenerator: {PACKAGE}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
