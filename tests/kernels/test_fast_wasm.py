@@ -2,16 +2,16 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wasmtime import Config, Engine, Instance, Memory, Module, Store
+from wasmtime import Engine, Module
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ("relaxed", "strict")
 UNIT_ROUNDOFF = 2.0**-24
 GROWTH = 80  # of fast.c's first comment
@@ -19,24 +19,12 @@ PACKED_BYTES_MAX = 2 << 20
 GUARD = 0xA5
 
 
-def engine() -> Engine:
-    config = Config()
-    config.wasm_relaxed_simd = True
-    return Engine(config)
-
-
 class Kernel:
-    """One instance of a module. Its memory is refilled with GUARD before each product."""
+    """One instance of a module (conftest.py). Its memory is refilled with GUARD before each product."""
 
-    def __init__(self, wasm: bytes) -> None:
-        made = engine()
-        self.store = Store(made)
-        self.exports = Instance(self.store, Module(made, wasm), []).exports(self.store)
-        memory = self.exports["memory"]
-        assert isinstance(memory, Memory)
-        self.memory = memory
-        self.start = -(-self.exports["__heap_base"].value(self.store) // 16) * 16
-        self.memory.grow(self.store, 600)
+    def __init__(self, loaded: Any) -> None:
+        self.loaded = loaded
+        self.store, self.exports, self.start = loaded.store, loaded.exports, loaded.start
 
     def scratch_bytes(self, m: int, n: int, k: int) -> int:
         return int(self.exports["gemm_fast_scratch_bytes"](self.store, m, n, k))
@@ -44,8 +32,7 @@ class Kernel:
     def multiply(self, a: np.ndarray, bt: np.ndarray, pad: int = 0) -> np.ndarray:
         """A B by the kernel, or by gemm() where it says that the fast product does not apply."""
         (m, k), n = a.shape, bt.shape[0]
-        size = self.memory.data_len(self.store)
-        heap = np.ctypeslib.as_array(self.memory.data_ptr(self.store), (size,))
+        heap = self.loaded.heap()
         heap[self.start :] = GUARD
         at, places, views = self.start, [], []
         for rows, width in ((m, k), (n, k), (m, n)):
@@ -57,7 +44,7 @@ class Kernel:
         before = heap[self.start : at].copy()
         scratch = self.scratch_bytes(m, n, k)
         assert scratch > 0, "the fast product does not apply"
-        assert at + scratch < size, "the tests' memory is too small"
+        assert at + scratch < len(heap), "the tests' memory is too small"
         self.exports["gemm_fast"](self.store, m, n, k, *places, at)
         assert (heap[at + scratch :] == GUARD).all(), "wrote beyond its scratch"
         product = views[2][:, :n].copy()
@@ -67,15 +54,8 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    directory = tmp_path_factory.mktemp("wasm")
-    subprocess.run([sys.executable, str(ROOT / "kernels_wasm" / "build.py"), str(directory)], check=True, timeout=120)
-    return {name: (directory / f"gemm_{name}.wasm").read_bytes() for name in (*BUILDS, "scalar")}
-
-
-@pytest.fixture(scope="module")
-def kernels(modules: dict[str, bytes]) -> dict[str, Kernel]:
-    return {name: Kernel(modules[name]) for name in BUILDS}
+def kernels(modules: dict[str, bytes], load: Callable[[bytes, int], Any]) -> dict[str, Kernel]:
+    return {name: Kernel(load(modules[name], 600)) for name in BUILDS}
 
 
 @pytest.fixture(params=BUILDS)
@@ -179,7 +159,7 @@ def test_gaps_and_layout_do_not_change_the_bits(kernel: Kernel) -> None:
 
 
 def test_scalar_build_has_none(modules: dict[str, bytes]) -> None:
-    names = {export.name for export in Module(engine(), modules["scalar"]).exports}
+    names = {export.name for export in Module(Engine(), modules["scalar"]).exports}
     assert "gemm" in names
     assert "gemm_fast" not in names
 

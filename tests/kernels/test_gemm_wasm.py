@@ -4,29 +4,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wasmtime import Config, Engine, Instance, Memory, Module, Store
+from wasmtime import Config, Engine, Module
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ("relaxed", "strict", "scalar")
 TYPES = ("f32", "bf16", "f16", "i8")
 STORED = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16, "i8": np.int8}
 SCALE_BLOCK = 128
+PAGES = 600  # of memory for the tests' matrices
 GUARD = -77  # what surrounds the matrices, and must still surround C afterwards
-
-
-def build(directory: Path) -> dict[str, bytes]:
-    """The modules, compiled afresh: the compiler's own cache would make any two builds the same."""
-    caches = {f"ZIG_{kind}_CACHE_DIR": str(directory / kind.lower()) for kind in ("GLOBAL", "LOCAL")}
-    command = [sys.executable, str(ROOT / "kernels_wasm" / "build.py"), str(directory)]
-    subprocess.run(command, check=True, timeout=120, env=os.environ | caches)
-    return {name: (directory / f"gemm_{name}.wasm").read_bytes() for name in BUILDS}
 
 
 @dataclass
@@ -60,29 +55,20 @@ class Matrix:
 
 
 class Kernel:
-    """One instance of a module, with a memory large enough for the tests' matrices."""
+    """One instance of a module (conftest.py)."""
 
-    def __init__(self, wasm: bytes) -> None:
-        config = Config()
-        config.wasm_relaxed_simd = True
-        engine = Engine(config)
-        self.store = Store(engine)
-        exports = Instance(self.store, Module(engine, wasm), []).exports(self.store)
-        self.gemm = exports["gemm"]
-        self.memory = exports["memory"]
-        assert isinstance(self.memory, Memory)
-        self.scratch = -(-exports["__heap_base"].value(self.store) // 16) * 16
-        self.start = -(-(self.scratch + exports["gemm_scratch_bytes"](self.store)) // 16) * 16
-        self.memory.grow(self.store, 600)
+    def __init__(self, loaded: Any) -> None:
+        self.loaded = loaded
+        self.store, self.scratch, self.gemm = loaded.store, loaded.start, loaded.exports["gemm"]
+        self.start = -(-(self.scratch + loaded.exports["gemm_scratch_bytes"](self.store)) // 16) * 16
         self.at = 0
 
     def place(self, matrix: np.ndarray, pad: int = 0) -> tuple[int, int, np.ndarray]:
         """A copy in the kernel's memory with `pad` guard elements after each row: address, row stride, and its view."""
-        size = self.memory.data_len(self.store)
-        heap = np.ctypeslib.as_array(self.memory.data_ptr(self.store), (size,))
+        heap = self.loaded.heap()
         rows, width = matrix.shape[0], matrix.shape[1] + pad
         count = rows * width * matrix.itemsize
-        assert self.at + count <= size, "the tests' memory is too small"
+        assert self.at + count <= len(heap), "the tests' memory is too small"
         view = heap[self.at : self.at + count].view(matrix.dtype).reshape(rows, width)
         view[...] = np.array(GUARD).astype(matrix.dtype)
         view[:, : matrix.shape[1]] = matrix
@@ -113,13 +99,8 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return build(tmp_path_factory.mktemp("wasm"))
-
-
-@pytest.fixture(scope="module")
-def kernels(modules: dict[str, bytes]) -> dict[str, Kernel]:
-    return {name: Kernel(wasm) for name, wasm in modules.items()}
+def kernels(modules: dict[str, bytes], load: Callable[[bytes, int], Any]) -> dict[str, Kernel]:
+    return {name: Kernel(load(wasm, PAGES)) for name, wasm in modules.items()}
 
 
 @pytest.fixture(params=BUILDS)
@@ -149,7 +130,11 @@ def operands(m: int, n: int, k: int, seed: int, types: tuple[str, str] = ("f32",
 
 
 def test_two_builds_are_the_same_bytes(modules: dict[str, bytes], tmp_path: Path) -> None:
-    assert build(tmp_path) == modules
+    """The second in caches of its own: the compiler's own would make any two builds the same."""
+    caches = {f"ZIG_{kind}_CACHE_DIR": str(tmp_path / kind.lower()) for kind in ("GLOBAL", "LOCAL")}
+    command = [sys.executable, str(ROOT / "kernels_wasm" / "build.py"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | caches)
+    assert {name: (tmp_path / f"gemm_{name}.wasm").read_bytes() for name in BUILDS} == modules
     assert len(set(modules.values())) == len(BUILDS)
 
 
@@ -277,11 +262,11 @@ def test_every_int8_is_scaled_by_its_line_and_block(kernel: Kernel) -> None:
 
 
 @pytest.fixture(scope="module")
-def rungs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
+def rungs(load: Callable[[bytes, int], Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
     directory = tmp_path_factory.mktemp("ladder")
     command = [sys.executable, str(ROOT / "kernels_wasm" / "ladder.py"), str(directory)]
     subprocess.run(command, check=True, timeout=120)
-    return {path.stem: Kernel(path.read_bytes()) for path in (directory / "ladder").glob("*.wasm")}
+    return {path.stem: Kernel(load(path.read_bytes(), PAGES)) for path in (directory / "ladder").glob("*.wasm")}
 
 
 @pytest.mark.parametrize("rung", sorted(path.stem for path in (ROOT / "kernels_wasm" / "ladder").glob("[0-9]*.c")))

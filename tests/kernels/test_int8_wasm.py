@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wasmtime import Config, Engine, Instance, Memory, Module, Store
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ("relaxed", "strict", "scalar")
@@ -56,21 +57,12 @@ build.compile_wasm([sys.argv[2]], build.CPUS["relaxed"], Path(sys.argv[3]))
 
 
 class Kernel:
-    """One instance of a module. Its memory is refilled with GUARD before each product."""
+    """One instance of a module (conftest.py). Its memory is refilled with GUARD before each product."""
 
-    def __init__(self, wasm: bytes) -> None:
-        config = Config()
-        config.wasm_relaxed_simd = True
-        engine = Engine(config)
-        self.store = Store(engine)
-        exports = Instance(self.store, Module(engine, wasm), []).exports(self.store)
-        self.gemm = exports["gemm"]
-        memory = exports["memory"]
-        assert isinstance(memory, Memory)
-        self.memory = memory
-        self.start = -(-exports["__heap_base"].value(self.store) // 16) * 16
-        self.scratch_bytes = exports["gemm_scratch_bytes"](self.store)
-        self.memory.grow(self.store, 100)
+    def __init__(self, loaded: Any) -> None:
+        self.loaded = loaded
+        self.store, self.start, self.gemm = loaded.store, loaded.start, loaded.exports["gemm"]
+        self.scratch_bytes = loaded.exports["gemm_scratch_bytes"](self.store)
 
     def multiply(
         self, a: "Lines", b: "Lines", *, c: np.ndarray | None = None, bias: np.ndarray | None = None,
@@ -78,8 +70,7 @@ class Kernel:
     ) -> np.ndarray:  # fmt: skip
         """A B (+ C) (+ bias) by the kernel; checks that nothing but C was written."""
         (m, k), n = a.stored.shape, b.stored.shape[0]
-        size = self.memory.data_len(self.store)
-        heap = np.ctypeslib.as_array(self.memory.data_ptr(self.store), (size,))
+        heap = self.loaded.heap()
         heap[self.start :] = GUARD
         at = self.start
 
@@ -97,7 +88,7 @@ class Kernel:
             arguments += [address, *((width, 1) if contiguous else (1, width)), I8, place(lines.scales)[0]]
         at_bias = 0 if bias is None else place(bias[None])[0]
         at_c, c_row, out = place(np.full((m, n), np.nan, np.float32) if c is None else c, pad)
-        assert at + self.scratch_bytes < size, "the tests' memory is too small"
+        assert at + self.scratch_bytes < len(heap), "the tests' memory is too small"
         before = heap[self.start : at].copy()
         self.gemm(self.store, m, n, k, *arguments, at_c, c_row, int(c is not None), at_bias, at)
         assert (heap[at + self.scratch_bytes :] == GUARD).all(), "wrote beyond its scratch"
@@ -139,17 +130,20 @@ def expected(a: Lines, b: Lines, c: np.ndarray | None, bias: np.ndarray | None) 
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
+def kernels(
+    modules: dict[str, bytes], load: Callable[[bytes, int], Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Kernel]:
     """The three builds, and the relaxed one as each kind of CPU runs it."""
-    directory = tmp_path_factory.mktemp("wasm")
+    directory = tmp_path_factory.mktemp("emulated")
     kernels_wasm = ROOT / "kernels_wasm"
-    subprocess.run([sys.executable, str(kernels_wasm / "build.py"), str(directory)], check=True, timeout=120)
+    found = dict(modules)
     for cpu, dot in CPUS.items():
         source = directory / f"{cpu}.c"
         source.write_text(EMULATED % (dot, kernels_wasm / "gemm.c"))
-        command = [sys.executable, "-c", BUILD_EMULATED, kernels_wasm, source, directory / f"gemm_{cpu}.wasm"]
+        command = [sys.executable, "-c", BUILD_EMULATED, kernels_wasm, source, source.with_suffix(".wasm")]
         subprocess.run([str(part) for part in command], check=True, timeout=120)
-    return {name: Kernel((directory / f"gemm_{name}.wasm").read_bytes()) for name in (*BUILDS, *CPUS)}
+        found[cpu] = source.with_suffix(".wasm").read_bytes()
+    return {name: Kernel(load(wasm, 100)) for name, wasm in found.items()}
 
 
 @settings(max_examples=60, deadline=None)
