@@ -34,7 +34,7 @@ class Plain:
         """C[i] = A[i] B[i] for panels as the wire carries them."""
         for i in range(batch):
             operands = Operand(a, 4 * i * m * k, k), Operand(b, 4 * i * n * k, k)
-            self._product(m, n, k, *operands, memoryview(c).cast("f")[i * m * n :], n, False, None)
+            self.multiply(m, n, k, *operands, memoryview(c)[4 * i * m * n :], n, False, None)
 
     def multiply(
         self,
@@ -43,26 +43,13 @@ class Plain:
         k: int,
         a: Operand,
         b: Operand,
-        c: bytearray,
+        c: bytearray | memoryview,
         c_row: int,
         accumulate: bool,
         bias: bytearray | None,
     ) -> None:
         """One product of any types and layouts."""
-        self._product(m, n, k, a, b, memoryview(c).cast("f"), c_row, accumulate, bias)
-
-    def _product(
-        self,
-        m: int,
-        n: int,
-        k: int,
-        a: Operand,
-        b: Operand,
-        c: memoryview[float],
-        c_row: int,
-        accumulate: bool,
-        bias: bytearray | None,
-    ) -> None:
+        out = memoryview(c).cast("f")
         added = memoryview(bias).cast("f").tolist() if bias else [0.0] * n
         for first in range(0, n, ABREAST):
             columns = [line(b, j, k) for j in range(first, min(first + ABREAST, n))]
@@ -70,8 +57,8 @@ class Plain:
                 row = line(a, i, k)
                 at = i * c_row + first
                 for j, column in enumerate(columns):
-                    before = c[at + j] if accumulate else 0.0
-                    c[at + j] = before + sum(map(mul, row, column)) + added[first + j]
+                    before = out[at + j] if accumulate else 0.0
+                    out[at + j] = before + sum(map(mul, row, column)) + added[first + j]
 
 
 def line(operand: Operand, index: int, k: int) -> list[float]:
