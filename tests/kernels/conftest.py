@@ -1,7 +1,8 @@
-"""The shipped modules, built once for all tests of them, and an instance of one under wasmtime."""
+"""The shipped modules, built once for all tests of them; an instance of one under wasmtime; a product in Node."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,22 @@ import pytest
 from wasmtime import Config, Engine, Instance, Memory, Module, Store
 
 BUILD = Path(__file__).resolve().parents[2] / "kernels_wasm" / "build.py"
+
+NODE = """
+import { readFileSync } from "node:fs";
+const { wasm, entry, m, n, k } = JSON.parse(process.argv[1]);
+const { exports } = new WebAssembly.Instance(new WebAssembly.Module(readFileSync(wasm)));
+exports.memory.grow(400);
+const round = (x) => Math.ceil(x / 16) * 16;
+const a = round(exports.__heap_base.value), b = round(a + 4 * m * k), c = round(b + 4 * n * k);
+const scratch = round(c + 4 * m * n);
+const input = readFileSync(0);
+new Uint8Array(exports.memory.buffer, a).set(input.subarray(0, 4 * m * k));
+new Uint8Array(exports.memory.buffer, b).set(input.subarray(4 * m * k));
+if (entry === "gemm_fast") exports.gemm_fast(m, n, k, a, k, b, k, c, n, scratch);
+else exports.gemm(m, n, k, a, k, 1, 0, 0, b, k, 1, 0, 0, c, n, 0, 0, scratch);
+process.stdout.write(Buffer.from(exports.memory.buffer, c, 4 * m * n));
+"""
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +71,20 @@ def load() -> Callable[[bytes, int], Loaded]:
         return Loaded(store, exports, memory, -(-exports["__heap_base"].value(store) // 16) * 16)
 
     return loaded
+
+
+@pytest.fixture
+def in_node(tmp_path: Path) -> Callable[[bytes, str, np.ndarray, np.ndarray], bytes]:
+    """`in_node(wasm, entry, a, bt)`: the bytes of A B by gemm or gemm_fast, float32, in Node."""
+
+    def product(wasm: bytes, entry: str, a: np.ndarray, bt: np.ndarray) -> bytes:
+        path = tmp_path / "kernel.wasm"
+        path.write_bytes(wasm)
+        order = {"wasm": str(path), "entry": entry, "m": len(a), "n": len(bt), "k": a.shape[1]}
+        done = subprocess.run(
+            ["node", "--input-type=module", "-e", NODE, json.dumps(order)],
+            input=a.tobytes() + bt.tobytes(), capture_output=True, timeout=60, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    return product
