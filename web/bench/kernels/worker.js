@@ -1,5 +1,6 @@
 /**
- * A Worker of the kernel bench: runs the section it is told, a module of this folder, and answers with its figures, or with why there are none.
+ * A Worker of the kernel bench: runs the section it is told and answers with its figures, or with why there are none.
+ * Each section is a module of this folder.
  */
 
 self.onmessage = async ({ data: { section, plan } }) => {
