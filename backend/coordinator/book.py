@@ -32,7 +32,7 @@ from backend.coordinator.transitions import (
     advance,
 )
 from planner.tiles import tile_seconds
-from tileweave.protocol.messages import Accuracy, Lease, Verdict
+from tileweave.protocol.messages import Lease, Verdict
 
 EPOCH_LEASES = 2**32
 """Leases per epoch: a lease id is epoch x this + a counter, so that an earlier epoch's are recognised."""
@@ -42,11 +42,10 @@ class Book:
     """State of one job's core: devices by id, open GEMMs oldest first, leases that have not ended for good. `wake` asks
     for every device to be looked at, `touched` for these."""
 
-    def __init__(self, job: str, epoch: int, limits: MachineLimits, accuracy: Accuracy) -> None:
+    def __init__(self, job: str, epoch: int, limits: MachineLimits) -> None:
         self.job = job
         self.epoch = epoch
         self.limits = limits
-        self.accuracy: Accuracy = accuracy
         self.now_s = 0.0
         self.devices: dict[str, DeviceRecord] = {}
         self.gemms: dict[int, GemmRun] = {}
@@ -78,7 +77,7 @@ class Book:
         device.hold(tile.panels)
         gemm.panels.update(tile.panels)
         number = self.epoch * EPOCH_LEASES + self._next_lease
-        lease = LeaseRecord(number, tile, device, self.now_s, new_bytes, predicted_s)
+        lease = LeaseRecord(number, tile, device, self.now_s, new_bytes, predicted_s, gemm.accuracy)
         self._next_lease += 1
         if not device.out:
             lease.started_s = self.now_s
@@ -102,7 +101,7 @@ class Book:
             a=tile.a.panel,
             b=tile.b.panel,
             deadline_s=limits.deadline_factor * waits_s + limits.deadline_grace_s,
-            accuracy=self.accuracy,
+            accuracy=gemm.accuracy,
         )
         self.effects.append(SendLease(device.gateway, device.device, device.connection, message, tile.a, tile.b))
         if first:

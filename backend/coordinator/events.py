@@ -12,7 +12,7 @@ from enum import Enum
 
 from backend.switchboard.messages import DeviceOnline, PanelRef, SlotRef
 from planner.shapes import Rect
-from tileweave.protocol.messages import Lease, Verdict
+from tileweave.protocol.messages import Accuracy, Lease, Verdict
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
@@ -20,7 +20,7 @@ from tileweave.protocol.messages import Lease, Verdict
 @dataclass(frozen=True, slots=True)
 class GemmSubmitted:
     """The script wants C_i[m,n] = A_i[m,k] B_i[k,n], i < batch. `a_path`/`a_offset` name batch x m rows of k float32,
-    `b_path`/`b_offset` batch x n rows of k (B^T)."""
+    `b_path`/`b_offset` batch x n rows of k (B^T). `accuracy`: what its leases ask for."""
 
     gemm: int
     step: int
@@ -32,6 +32,7 @@ class GemmSubmitted:
     a_offset: int
     b_path: str
     b_offset: int
+    accuracy: Accuracy = "rowwise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Check(Enum):
 
     GOOD = "good"
     BAD = "bad"
+    UNSURE = "unsure"  # of a norm-wise product only: more rounding than is known of, less than a lie is sure to show
     OPERANDS_NOT_FINITE = "operands_not_finite"
 
 
@@ -225,12 +227,13 @@ class PrepareCheck:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """Is the product in `slot` that of `rect` of `gemm`? Answer with `Checked`."""
+    """Is the product in `slot` that of `rect` of `gemm`, as exact as its lease asked for? Answer with `Checked`."""
 
     lease: int
     gemm: int
     rect: Rect
     slot: SlotRef
+    accuracy: Accuracy = "rowwise"
 
 
 @dataclass(frozen=True, slots=True)

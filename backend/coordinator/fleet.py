@@ -197,15 +197,15 @@ class DeviceRecord:
         """Panels that leases still out need."""
         return {panel for lease in self.out.values() for panel in lease.tile.panels}
 
-    def measure(self, lease: LeaseRecord, upload_s: float, now_s: float, limits: MachineLimits) -> None:
-        """Refresh the averages from a result of this device, whose kernel time is already clamped."""
+    def measure(self, lease: LeaseRecord, limits: MachineLimits) -> None:
+        """Refresh the averages from a good result of this device, whose kernel time is already clamped."""
         self.measured = True
         flops = _clamped(lease.tile.flop / max(lease.seconds, 1e-6), self.flops, limits.flops_min, limits.flops_max)
         self.flops += SMOOTHING * (flops - self.flops)
-        if upload_s > 0 and lease.tile.result_bytes >= LINK_BYTES_MIN:
-            self.link(0.0, 0.0, lease.tile.result_bytes / upload_s, limits)
-        self._proven(lease, now_s - lease.sent_s)
-        took_s = now_s - (lease.started_s if lease.started_s is not None else lease.sent_s)
+        if lease.upload_s > 0 and lease.tile.result_bytes >= LINK_BYTES_MIN:
+            self.link(0.0, 0.0, lease.tile.result_bytes / lease.upload_s, limits)
+        self._proven(lease, lease.arrived_s - lease.sent_s)
+        took_s = lease.arrived_s - (lease.started_s if lease.started_s is not None else lease.sent_s)
         ratio = min(max(1.0, (took_s - JITTER_S) / lease.predicted_s * self.lag), 8.0 * self.lag, 64.0)
         self.lag += SMOOTHING * (ratio - self.lag)
 

@@ -61,7 +61,7 @@ from backend.coordinator.records import GemmRun, LeaseRecord, Tile
 from backend.coordinator.transitions import ANSWERS, HOLDS_SLOT, TRANSITIONS, LeaseError, LeaseEvent, TileState
 from planner.plan import plan
 from planner.tiles import smallest_tile_bytes
-from tileweave.protocol.messages import Accuracy, Verdict
+from tileweave.protocol.messages import Verdict
 
 MEMORY_SHRINKS_MAX = 4
 """A device that fails for want of memory is planned with half of it, down to this part of what it offered: below, its
@@ -69,11 +69,10 @@ tiles would be so small that re-cutting for it would hurt everybody."""
 
 
 class Machine:
-    """The core for one job and one epoch of it. Feed it with `handle`; `book` is its state, for reading only. Leases
-    say which `accuracy` their results are checked for."""
+    """The core for one job and one epoch of it. Feed it with `handle`; `book` is its state, for reading only."""
 
-    def __init__(self, job: str, epoch: int, limits: MachineLimits, accuracy: Accuracy = "rowwise") -> None:
-        self.book = Book(job, epoch, limits, accuracy)
+    def __init__(self, job: str, epoch: int, limits: MachineLimits) -> None:
+        self.book = Book(job, epoch, limits)
         self._begun = False
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -229,7 +228,7 @@ class Machine:
         elif lease.owner.device != event.device:
             self._refuse(event, "rejected", f"lease {event.lease} is another device's")
         elif (lease.state, LeaseEvent.RESULT) in TRANSITIONS:
-            self._accept_upload(lease, event, device)
+            self._accept_upload(lease, event)
         elif lease.state in HOLDS_SLOT and lease.reply_connection != event.connection:
             lease.reply_connection, lease.reply_gateway = event.connection, event.slot.gateway
             self.book.effects.append(FreeSlot(event.slot))
@@ -242,17 +241,17 @@ class Machine:
             FreeSlot(event.slot),
         ]
 
-    def _accept_upload(self, lease: LeaseRecord, event: ResultArrived, device: DeviceRecord | None) -> None:
+    def _accept_upload(self, lease: LeaseRecord, event: ResultArrived) -> None:
         now_s = self.book.now_s
         lease.span_s = now_s - lease.sent_s
         lease.seconds = event.seconds if 0 < event.seconds <= lease.span_s else lease.span_s
-        lease.slot = event.slot
+        lease.slot, lease.upload_s, lease.arrived_s = event.slot, event.upload_s, now_s
         lease.reply_connection, lease.reply_gateway = event.connection, event.slot.gateway
-        if device is not None:
-            device.measure(lease, event.upload_s, now_s, self.book.limits)
         self.book.move(lease, LeaseEvent.RESULT)
         gemm = lease.tile.gemm
-        self.book.effects.append(StartCheck(lease.lease, gemm.request.gemm, lease.tile.rect, event.slot))
+        self.book.effects.append(
+            StartCheck(lease.lease, gemm.request.gemm, lease.tile.rect, event.slot, lease.accuracy)
+        )
 
     def _failed(self, event: LeaseFail) -> None:
         device = self.book.connected(event.device, event.connection)
@@ -288,6 +287,9 @@ class Machine:
     def _checked(self, event: Checked) -> None:
         lease = self._asked(event.lease)
         tile, gemm = lease.tile, lease.tile.gemm
+        device = self.book.devices.get(lease.owner.device)
+        if device is not None and event.verdict is Check.GOOD and not gemm.ended:
+            device.measure(lease, self.book.limits)  # not before: a wrong result's haste says nothing
         if gemm.ended or (event.verdict is Check.GOOD and tile.state in (TileState.STORING, TileState.DONE)):
             self.book.move(lease, LeaseEvent.MOOT)
             self.book.acknowledge(lease, "late", "another result of this tile was first", 0)
@@ -312,6 +314,10 @@ class Machine:
             self.book.acknowledge(lease, "rejected", event.detail, 0)
             reason = f"wrong result: {event.detail}".rstrip(": ")
             self._blame(lease.owner.device, lease.reply_connection, lease.reply_gateway, lease, reason)
+        elif event.verdict is Check.UNSURE:
+            gemm.accuracy = "rowwise"  # where every honest product is told from a lie, so that this happens once
+            self.book.move(lease, LeaseEvent.MOOT)
+            self.book.acknowledge(lease, "late", f"{event.detail}; the tile is computed again row-wise", 0)
         else:
             self.book.move(lease, LeaseEvent.MOOT)
             self.book.acknowledge(lease, "late", "the GEMM's operands are not finite", 0)

@@ -15,6 +15,7 @@ from backend.coordinator.transitions import LeaseState, TileState, tile_state
 from backend.switchboard.messages import PanelRef, SlotRef
 from planner.shapes import Gemm, Rect
 from planner.tiles import panel_bytes, result_bytes
+from tileweave.protocol.messages import Accuracy
 
 if TYPE_CHECKING:
     from backend.coordinator.fleet import DeviceRecord
@@ -27,7 +28,8 @@ RETURNED = ""
 class LeaseRecord:
     """One lease. `owner` is the device's record when it was sent, which may be gone since; `new_bytes` are the panels
     sent for it; `started_s` is when its time began to run (None: it waits behind an earlier lease of its device). From
-    its result: where the answer goes, the device's kernel `seconds` as far as believed, the server's `span_s`."""
+    its result: where the answer goes, the device's kernel `seconds` as far as believed, the server's `span_s` and
+    `upload_s`, and when it `arrived_s`."""
 
     lease: int
     tile: Tile
@@ -35,6 +37,7 @@ class LeaseRecord:
     sent_s: float
     new_bytes: int
     predicted_s: float
+    accuracy: Accuracy
     started_s: float | None = None
     state: LeaseState = LeaseState.OUT
     slot: SlotRef | None = None
@@ -42,6 +45,8 @@ class LeaseRecord:
     reply_connection: str = ""
     seconds: float = 0.0
     span_s: float = 0.0
+    upload_s: float = 0.0
+    arrived_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +84,7 @@ class GemmRun:
         self.first_lease_s: float | None = None
         self.predicted_s = 0.0
         self.kernel_seconds = 0.0
+        self.accuracy: Accuracy = request.accuracy
         self.planned = False
         self.ended = False
         self.tiles: dict[int, Tile] = {}

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import structlog
@@ -29,6 +29,8 @@ from backend.settings import Settings
 from backend.stores.ledger import Ledger
 from backend.switchboard import messages as wire
 from backend.switchboard.streams import Switchboard, coordinator_stream, gateway_stream
+from backend.verify import normwise
+from backend.verify.freivalds import F32
 from backend.verify.verifier import Verifier
 from planner.shapes import Gemm, PlanLimits
 from tileweave.protocol.messages import DIMENSION_MAX, FLOAT_BYTES, TEXT_CHARACTERS_MAX, Accuracy
@@ -57,7 +59,8 @@ class Shell:
         limits = MachineLimits(plan=plan, leases_per_device_max=settings.leases_per_device_max)
         run_dir = settings.run_dir.absolute()
         self.job = job
-        self.machine = Machine(job, epoch, limits, accuracy)
+        self.machine = Machine(job, epoch, limits)
+        self._accuracy: Accuracy = accuracy
         self.counters = counters
         self.outbox = Outbox(switchboard, coordinator_stream(job))
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -70,7 +73,7 @@ class Shell:
         self._results = Maps(run_dir / "jobs" / job, writable=True)
         self._products: dict[int, Floats] = {}  # open GEMM -> C (batch, m, n)
         self.books = Books(ledger, job, epoch, self._slots, self._products.get)
-        self._verifier = Verifier(accuracy=accuracy)
+        self._verifier = Verifier()
         self._checkers = ThreadPoolExecutor(max(1, min(CHECK_THREADS_MAX, (os.cpu_count() or 1) - 1)), "check")
         self._gateways: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -123,12 +126,20 @@ class Shell:
         self._products[request.id] = c
         self._verifier.open_gemm(request.id, batch, m, n, k, a, bt)
         self.counters.submitted(request.id, shape)
-        self.handle(
-            core.GemmSubmitted(
-                gemm=request.id, step=request.step, batch=batch, m=m, n=n, k=k,
-                a_path=request.a.path, a_offset=request.a.offset, b_path=request.b.path, b_offset=request.b.offset,
-            )
+        submitted = core.GemmSubmitted(
+            gemm=request.id, step=request.step, batch=batch, m=m, n=n, k=k,
+            a_path=request.a.path, a_offset=request.a.offset, b_path=request.b.path, b_offset=request.b.offset,
         )  # fmt: skip
+        if self._accuracy == "normwise":
+            self.spawn(self._choose_accuracy(submitted, a, bt))
+        else:
+            self.handle(submitted)
+
+    async def _choose_accuracy(self, submitted: core.GemmSubmitted, a: F32, bt: F32) -> None:
+        loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(self._checkers, normwise.suits, a, bt):
+            submitted = replace(submitted, accuracy="normwise")
+        self.handle(submitted)
 
     def live(self) -> dict[str, Any]:
         """What the job's page shows now."""
@@ -136,8 +147,10 @@ class Shell:
         return self.counters.live(time.monotonic()) | {"devices": seen.devices, "waiting": seen.waiting or None}
 
     def device_speeds(self) -> dict[str, dict[str, float]]:
-        """What the core measured of each device it has had results from."""
-        return {name: {"measured_flops": d.flops} for name, d in self.machine.book.devices.items() if d.measured}
+        """What the core measured of each device it has had good results from, as its plans use it."""
+        return {
+            name: {"measured_flops": d.planned().flops} for name, d in self.machine.book.devices.items() if d.measured
+        }
 
     def publish(self, event: str, data: dict[str, Any]) -> None:
         """A live event for whoever watches."""
@@ -228,7 +241,7 @@ class Shell:
         region = Region(path=slot.path, offset=slot.offset, size=slot.size)
         tile = self._slots.floats(region, rect.elements).reshape(rect.batch, rect.m, rect.n)
         try:
-            verdict = self._verifier.check(effect.gemm, rect, tile)
+            verdict = self._verifier.check(effect.gemm, rect, tile, effect.accuracy)
         except LookupError:
             return core.Checked(effect.lease, core.Check.GOOD)  # the GEMM has ended: what is said counts for nothing
         return core.Checked(effect.lease, verdict.kind, verdict.detail)

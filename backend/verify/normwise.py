@@ -9,12 +9,19 @@ bounds, one width that the tile's operands alone decide, whatever the device sen
     bulk    M = sqrt(k) max over i, q, q' of 4 |A_iq B_q'|  q, q' the quarters of k, which two levels mix
     width   W = u sqrt(P^2 + M^2)                           where terms are alike, errors of long sums have one sign
 
-    |d| <= 8 (T + u P): good. The rest is computed again in float64: good if |C_i - (A B)_i| <= 3 W, or good row-wise.
+    |d| <= 8 (T + u P): good. The rest is computed again in float64: good if |C_i - (A B)_i| <= 3 W, or good row-wise;
+    bad beyond 64 W; between, unsure: refused, nobody is blamed, and the GEMM's tiles are row-wise from then on, so
+    that who lies again is found out.
 
 (T and d as there; what subnormals change is added.) Measured, |C_i - (A B)_i| over u P: ordinary sums 0.1 to 0.8,
-Strassen-Winograd one level 0.2 to 0.8, two levels 0.4 to 1.6; constant matrices 4 to 60, but over W at most 2.9.
+Strassen-Winograd one level 0.2 to 0.8, two levels 0.4 to 1.6; constant matrices 4 to 60, but over W at most 2.9. Blocks
+that are constant but for their signs reach 26 W with two levels; operands rounded to f16 err by 66 W at k = 1024.
 
-Left out: more than two levels, and a bound that is proved: no rounding comes near it, and much else would.
+A width that all rows share lets a lie pass in rows that are far shorter than the longest, and sums of blocks overflow
+sooner than the product: a GEMM whose operands are like that is row-wise from the start (`suits`).
+
+Left out: more than two levels, and a bound that is proved: no rounding comes near it, and much else would. Columns that
+are far shorter than others: that an error is small beside its whole row is all that row-wise products promise too.
 """
 
 from __future__ import annotations
@@ -33,6 +40,9 @@ BULK_PROBES = 32  # a norm is known to about an eighth: enough for a bound, and 
 QUARTERS = 4  # of k: what two levels multiply with each other
 BULK_SEED = 1  # no secret: the operands are not the devices'
 INTERMEDIATE = 2.0**10  # times max_i |A_i| max_j |B_j|: no number inside two levels is larger
+ROWS_APART_MAX = 2.0**6  # longest over shortest row of A: operands rounded to bf16 still show in the shortest
+SETTLE = 3.0  # times the width: what fast products are known to stay below but for blocks of one sign
+UNSURE = 64.0  # times the width: beyond any honest product seen (26)
 BLOCK_ROWS = 1024  # of which float64 copies are made at a time
 
 
@@ -91,8 +101,12 @@ def allowance(a: F32, bt: F32, flushed: float) -> Allowance:
     )
 
 
-def may_overflow(a: F32, bt: F32) -> bool:
-    """Whether numbers inside a fast product of A (m, k) and B^T (n, k) may pass float32's range."""
-    largest = [math.sqrt(max(float(np.square(row.astype(np.float64)).sum()) for row in x)) for x in (a, bt)]
-    limit = float(np.finfo(np.float32).max)
-    return INTERMEDIATE * max(largest[0] * largest[1], *largest) >= limit
+def suits(a: F32, bt: F32) -> bool:
+    """May the product of A (batch, m, k) and B^T (batch, n, k) be norm-wise? Not where a row of A is far shorter than
+    another, nor where sums of blocks may pass float32's range, nor where a number is not finite."""
+    with np.errstate(all="ignore"):
+        rows, columns = np.sqrt(np.vecdot(a, a)), np.sqrt(np.vecdot(bt, bt))
+        longest, widest = rows.max(axis=1).astype(np.float64), columns.max(axis=1).astype(np.float64)
+        shortest = np.where(rows > 0, rows, np.inf).min(axis=1)
+        reach = INTERMEDIATE * np.maximum.reduce([longest * widest, longest, widest])
+        return bool(((longest <= ROWS_APART_MAX * shortest) & (reach < np.finfo(np.float32).max)).all())

@@ -6,7 +6,7 @@ one pass over itself (`check`):
     column panel  -> R, B R, beta       drawn and computed once, whatever the number of its tiles
     tile          -> A (B R), A part    computed once, dropped when the tile is good
 
-and, where the job accepts norm-wise products, |B|_F with the one and u P with the other (normwise.py).
+and, for a result that may be norm-wise, |B|_F with the one and u P with the other (normwise.py).
 
 R never leaves this process. It is drawn afresh for every column panel of every GEMM, and anew after a bad result, so
 that whatever a device may learn from verdicts is about numbers that are used no more.
@@ -50,24 +50,31 @@ SEED_BYTES = 32
 class _Columns:
     """A column panel's secret R and what follows from it."""
 
-    def __init__(self, bt: F32, seed: bytes, with_norms: bool, with_size: bool) -> None:
+    def __init__(self, bt: F32, seed: bytes, with_norms: bool) -> None:
         self.bt = bt
         self.r = draw(bt.shape[1], seed)
         self._with_norms = with_norms
-        self._with_size = with_size
         self._lock = threading.Lock()
-        self._probe: tuple[F32, F32 | None, F64 | None] | None = None
+        self._probe: tuple[F32, F32 | None] | None = None
+        self._size: F64 | None = None
         self._exact: ExactColumns | None = None
         batch, n, k = bt.shape
         self.nbytes = 4 * n * PROBES + batch * k * (4 * (PROBES + 1) + 8 * (PROBES + 2))
 
-    def probe(self) -> tuple[F32, F32 | None, F64 | None]:
-        """B R, and where they are wanted beta and |B|_F."""
+    def probe(self) -> tuple[F32, F32 | None]:
+        """B R, and beta where it is wanted."""
         with self._lock:
             if self._probe is None:
                 beta = columns_norms(self.bt) if self._with_norms else None
-                self._probe = columns_probe(self.bt, self.r), beta, columns_size(self.bt) if self._with_size else None
+                self._probe = columns_probe(self.bt, self.r), beta
             return self._probe
+
+    def size(self) -> F64:
+        """|B|_F."""
+        with self._lock:
+            if self._size is None:
+                self._size = columns_size(self.bt)
+            return self._size
 
     def exact(self) -> ExactColumns:
         """The same in float64, for the rows in doubt."""
@@ -84,18 +91,20 @@ class _Tile:
         self.a = a
         self.columns = columns
         self._lock = threading.Lock()
-        self._probe: tuple[F32, F32 | None, F64 | None] | None = None
+        self._probe: tuple[F32, F32 | None] | None = None
         self.nbytes = a.shape[0] * a.shape[1] * 4 * (PROBES + 1)
 
-    def probe(self) -> tuple[F32, F32 | None, F64 | None]:
-        """A (B R), the A part of T where that is the smaller half, and u P where it is wanted."""
+    def probe(self) -> tuple[F32, F32 | None]:
+        """A (B R), and the A part of T where that is the smaller half."""
         with self._lock:
             if self._probe is None:
-                br, beta, size = self.columns.probe()
-                part = None if beta is None else rows_part(self.a, beta)
-                wide = None if size is None else spread(rows_size(self.a), size)
-                self._probe = rows_probe(self.a, br), part, wide
+                br, beta = self.columns.probe()
+                self._probe = rows_probe(self.a, br), None if beta is None else rows_part(self.a, beta)
             return self._probe
+
+    def spread(self) -> F64:
+        """u P."""
+        return spread(rows_size(self.a), self.columns.size())
 
 
 class _Gemm(NamedTuple):
@@ -110,16 +119,13 @@ _TileKey = tuple[int, Rect]
 
 
 class Verifier:
-    """One for each coordinator. `entropy(n)` gives n secret random bytes; `accuracy`: what its job's products are
-    checked for."""
+    """One for each coordinator. `entropy(n)` gives n secret random bytes."""
 
     def __init__(
         self,
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         kept_bytes_max: int = KEPT_BYTES_MAX,
-        accuracy: Accuracy = "rowwise",
     ) -> None:
-        self._accuracy: Accuracy = accuracy
         self._entropy = entropy
         self._kept_bytes_max = kept_bytes_max
         self._lock = threading.Lock()
@@ -151,9 +157,9 @@ class Verifier:
         if tile is not None:
             tile.probe()
 
-    def check(self, gemm_id: int, rect: Rect, c: F32) -> Verdict:
-        """Is `c` (batch, m, n of the rectangle, float32) the product? Raises LookupError for a GEMM that is not open
-        and ValueError for a `c` of another shape.
+    def check(self, gemm_id: int, rect: Rect, c: F32, accuracy: Accuracy = "rowwise") -> Verdict:
+        """Is `c` (batch, m, n of the rectangle, float32) the product, to this accuracy? Raises LookupError for a GEMM
+        that is not open and ValueError for a `c` of another shape.
         """
         if c.shape != (rect.batch, rect.m, rect.n) or c.dtype.str != "<f4":
             raise ValueError(f"gemm {gemm_id}, {rect}: the product is {c.dtype} {c.shape}, expected float32 of {rect}")
@@ -162,11 +168,12 @@ class Verifier:
                 raise LookupError(f"gemm {gemm_id} is not open")
             tile = self._tile(gemm_id, rect)
         columns = tile.columns
-        abr, part, wide = tile.probe()
+        abr, part = tile.probe()
+        wide = tile.spread() if accuracy == "normwise" else None
         good = passes(abr, part, c, columns.r, tile.a.shape[2], wide)
         verdict = Verdict(Check.GOOD)
         if not good.all():
-            verdict = judge(tile.a, columns.bt, c, columns.r, columns.exact(), ~good, self._accuracy)
+            verdict = judge(tile.a, columns.bt, c, columns.r, columns.exact(), ~good, accuracy)
         with self._lock:
             if verdict.kind is Check.GOOD:
                 self._drop([(gemm_id, rect)])
@@ -200,8 +207,7 @@ class Verifier:
             return kept
         bt = gemm.bt[rect.b0 : rect.b1, rect.n0 : rect.n1]
         # T has an A part of m x k terms and a C part of m x n: the first stage uses the smaller one.
-        with_norms, with_size = bt.shape[2] < bt.shape[1], self._accuracy == "normwise"
-        columns = _Columns(bt, self._entropy(SEED_BYTES), with_norms, with_size)
+        columns = _Columns(bt, self._entropy(SEED_BYTES), with_norms=bt.shape[2] < bt.shape[1])
         self._keep(key, columns)
         return columns
 

@@ -22,6 +22,7 @@ from backend.coordinator.events import (
 from backend.coordinator.fleet import MachineLimits
 from backend.coordinator.machine import Machine
 from backend.switchboard.messages import SlotRef
+from tileweave.protocol.messages import Accuracy
 
 E = TypeVar("E")
 
@@ -54,8 +55,8 @@ class Harness:
         )  # fmt: skip
         return self.do(joined)
 
-    def submit(self, number: int = 0, size: int = 512, k: int = 512) -> list[Effect]:
-        return self.do(GemmSubmitted(number, 0, 1, size, size, k, "/a", 64, "/b", 128))
+    def submit(self, number: int = 0, size: int = 512, k: int = 512, accuracy: Accuracy = "rowwise") -> list[Effect]:
+        return self.do(GemmSubmitted(number, 0, 1, size, size, k, "/a", 64, "/b", 128, accuracy))
 
     def result(
         self, lease: SendLease, device: str = "", connection: str = "", after_s: float = 0.01, seconds: float = 0.005

@@ -28,7 +28,6 @@ from backend.coordinator.events import (
     Tick,
 )
 from backend.coordinator.fleet import MachineLimits
-from backend.coordinator.machine import Machine
 from planner.shapes import PlanLimits
 from tileweave.protocol.messages import Accuracy
 
@@ -53,12 +52,12 @@ def test_a_lease_names_its_panels_and_its_epoch(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("accuracy", ["rowwise", "normwise"])
-def test_every_lease_says_what_its_job_accepts(bench: Any, accuracy: Accuracy) -> None:
+def test_every_lease_says_what_its_gemm_accepts_and_its_check_asks_for_that(bench: Any, accuracy: Accuracy) -> None:
     harness = bench()
-    harness.machine = Machine("job", bench.EPOCH, MachineLimits(), accuracy)
     harness.join("ann")
-    leases = bench.only(SendLease, harness.submit())
+    leases = bench.only(SendLease, harness.submit(accuracy=accuracy))
     assert leases and {lease.lease.accuracy for lease in leases} == {accuracy}
+    assert bench.one(StartCheck, harness.result(leases[0])).accuracy == accuracy
 
 
 def test_a_gemm_runs_to_its_end_and_every_flop_is_credited_once(bench: Any) -> None:

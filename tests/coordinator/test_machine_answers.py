@@ -18,6 +18,7 @@ from backend.coordinator.events import (
     ResultArrived,
     SendAck,
     SendLease,
+    StartCheck,
     Stored,
 )
 from backend.coordinator.fleet import MachineLimits
@@ -98,6 +99,43 @@ def test_operands_that_are_not_finite_fail_the_gemm_and_blame_nobody(bench: Any)
     assert not bench.only(Blame, effects), "the operands may have been overwritten by now"
     assert set(harness.freed) == set(harness.given)
     assert not harness.machine.book.leases
+
+
+def test_an_unsure_verdict_blames_nobody_and_makes_the_rest_of_the_gemm_row_wise(bench: Any) -> None:
+    harness = bench()
+    harness.join("ann")
+    effects = harness.submit(accuracy="normwise")
+    first, second = bench.only(SendLease, effects)[:2]
+    effects += harness.result(first) + harness.result(second)
+    before = len(bench.only(SendLease, effects))
+    assert {check.accuracy for check in bench.only(StartCheck, effects)} == {"normwise"}
+    refused = harness.do(Checked(first.lease.lease, Check.UNSURE, "much rounding"))
+    assert not bench.only(Blame, refused)
+    ack = bench.one(SendAck, refused)
+    assert (ack.verdict, ack.flop) == ("late", 0) and "much rounding" in ack.reason
+    effects += refused + harness.do(Checked(second.lease.lease, Check.GOOD))
+    effects += harness.do(Stored(second.lease.lease, True))
+    answered = 2
+    while not bench.only(GemmDone, effects):
+        effects += harness.complete(bench.only(SendLease, effects)[answered])
+        answered += 1
+    leases = bench.only(SendLease, effects)
+    assert {lease.lease.accuracy for lease in leases[:before]} == {"normwise"}
+    assert {lease.lease.accuracy for lease in leases[before:]} == {"rowwise"}
+    assert [lease.a for lease in leases[before:]].count(first.a) >= 1
+    assert set(harness.freed) == set(harness.given)
+
+
+def test_a_wrong_result_says_nothing_about_a_devices_speed(bench: Any) -> None:
+    harness, leases = bench.two_tiles()
+    harness.result(leases[0], seconds=1e-9)
+    device = harness.machine.book.devices["ann"]
+    assert not device.measured and device.flops == 1e9
+    harness.do(Checked(leases[0].lease.lease, Check.BAD, "zeros"))
+    assert not device.measured and device.flops == 1e9
+    harness, leases = bench.two_tiles()
+    harness.complete(leases[0])
+    assert harness.machine.book.devices["ann"].measured
 
 
 @pytest.mark.parametrize("lease", [0, 7, 3 * 2**32 + 999, 2 * 2**32, 2**53 - 1])

@@ -197,10 +197,12 @@ class Script:
 class Operands:
     """A (batch, m, k), whose last row is small, B^T (batch, n, k) and room for C in one file of the arena."""
 
-    def __init__(self, welcome: ScriptWelcome, batch: int, m: int, n: int, k: int, number: int = 1) -> None:
+    def __init__(
+        self, welcome: ScriptWelcome, batch: int, m: int, n: int, k: int, number: int = 1, short: float = 0.03
+    ) -> None:
         random = np.random.default_rng(batch + m + n + k)
         self.a = random.standard_normal((batch, m, k), np.float32)
-        self.a[:, -1] *= np.float32(1e-3)
+        self.a[:, -1] *= np.float32(short)
         self.bt = random.standard_normal((batch, n, k), np.float32)
         self.shape = (batch, m, n)
         self.path = Path(welcome.arena_dir) / f"segment-{number}.bin"
@@ -322,6 +324,17 @@ def test_a_liar_is_rejected_quarantined_and_sent_away(valkey) -> None:
             assert not work.product().any()
 
     run(valkey, scenario)
+
+
+def test_a_norm_wise_jobs_product_is_row_wise_where_a_norm_would_hide_its_short_rows(valkey) -> None:
+    async def scenario(rig: Rig) -> None:
+        async with connected(rig) as (script, welcome):
+            await rig.join()
+            script.say(Operands(welcome, 1, 24, 24, 24, short=1e-3).request)
+            await rig.serve(honest, lambda: len(rig.of(Acknowledge)) == len(rig.of(Push)) > 0)
+            assert {push.lease.accuracy for push in rig.of(Push)} == {"rowwise"}
+
+    run(valkey, scenario, "normwise")
 
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [("rowwise", "rejected"), ("normwise", "accepted")])

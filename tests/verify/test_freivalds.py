@@ -163,6 +163,37 @@ def test_one_column_whose_partial_sums_are_large_does_not_get_an_honest_device_b
     assert verdict(a, bt, c).kind is Check.BAD
 
 
+def fused(a: F32, bt: F32) -> F32:
+    """The product in strict order of k, multiply and add rounded once, as processors do that fuse them."""
+    c = np.zeros((a.shape[0], a.shape[1], bt.shape[1]), np.float32)
+    for term in range(a.shape[2]):
+        c = (c + a[:, :, term, None].astype(np.float64) * bt[:, None, :, term]).astype(np.float32)
+    return c
+
+
+def _columns(kept: str) -> NDArray[np.bool_]:
+    column = np.arange(64)
+    named = {"each ninth": column % 9 == 0, "odd": column % 2 == 1, "one": column == 29}
+    return named[kept] if kept in named else ~named["each ninth"]
+
+
+@pytest.mark.parametrize("kept", ["all but each ninth", "each ninth", "odd", "one"])
+@pytest.mark.parametrize("product", [sequential, fused])
+def test_whoever_empties_columns_does_not_get_an_honest_device_blamed(
+    kept: str, product: Callable[[F32, F32], F32]
+) -> None:
+    """A long sum of equal terms is explained by what rounding makes of such a sum, wherever in the row it lies: here
+    all columns but those `kept` hold one number only."""
+    for seed in range(6):
+        first, second = np.random.default_rng(seed).uniform(0.5, 1, 2)
+        a, bt = np.full((1, 16, 4096), first, np.float32), np.zeros((1, 64, 4096), np.float32)
+        bt[0, _columns(kept)] = second
+        bt[0, :, 0] = second
+        c = product(a, bt)
+        assert verdict(a, bt, c, seed).kind is Check.GOOD
+        assert verdict(a, bt, c * np.float32(1.001), seed).kind is Check.BAD
+
+
 # ---- attacks ---------------------------------------------------------------------------------------------------------
 
 

@@ -20,10 +20,10 @@ KC = 256  # terms a kernel sums at a time
 
 def verdict(a: F32, bt: F32, c: F32, seed: int = 0, accuracy: Accuracy = "normwise") -> Check:
     """A (m, k), B^T (n, k), C (m, n) through a verifier of their own."""
-    checker = verifier.Verifier(lambda size: (seed + 1).to_bytes(size, "little"), accuracy=accuracy)
+    checker = verifier.Verifier(lambda size: (seed + 1).to_bytes(size, "little"))
     gemm = Gemm(1, len(a), len(bt), a.shape[1])
     checker.open_gemm(1, 1, gemm.m, gemm.n, gemm.k, a[None], bt[None])
-    return checker.check(1, gemm.whole, np.ascontiguousarray(c[None])).kind
+    return checker.check(1, gemm.whole, np.ascontiguousarray(c[None]), accuracy).kind
 
 
 def blas(a: F32, b: F32) -> F32:
@@ -148,6 +148,20 @@ def test_honest_rows_pass_the_first_stage_with_room_to_spare(
     assert d < freivalds.ACCEPT * normwise.spread(normwise.rows_size(a[None]), normwise.columns_size(bt[None]))[0]
 
 
+def test_an_honest_product_of_blocks_of_one_sign_is_never_blamed() -> None:
+    """Rounding errors of constant blocks all have one sign, and two levels add blocks of all signs up."""
+    g = np.random.default_rng(5)
+    found: list[Check] = []
+    for k, blocks in [(512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4)]:
+        for _ in range(40):
+            signs = [np.kron(g.choice([-1, 0, 1], (blocks, blocks)), np.ones((4, k // blocks))) for _ in range(2)]
+            a, bt = ((g.uniform(0.5, 1) * sign).astype(np.float32) for sign in signs)
+            found += [verdict(a, bt, strassen_winograd(a, bt.T, levels, chains)) for levels in (1, 2)]
+            assert verdict(a, bt, chains(a, bt.T)) is Check.GOOD
+    assert Check.BAD not in found
+    assert Check.UNSURE in found  # else this would not be the case meant
+
+
 # ---- attacks ---------------------------------------------------------------------------------------------------------
 
 
@@ -201,14 +215,19 @@ ATTACKS: dict[str, Callable[[F32, F32, F32], F32]] = {
 }
 
 
+SUBTLE = {"f16_operands", "f16_rounded", "scaled", "noise_1e-4", "noise_5e-5"}  # no blame before they lie row-wise
+
+
 @pytest.mark.parametrize("k", [256, 1024])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_false_product_is_bad(attack: str, k: int) -> None:
+def test_a_false_product_is_refused(attack: str, k: int) -> None:
     for seed in range(5):
         a, bt = operands("gaussian", "gaussian", (64, 64, k), seed)
         for levels in (0, 2):
             c = ATTACKS[attack](a, bt, strassen_winograd(a, bt.T, levels, blas))
-            assert verdict(a, bt, c, seed) is Check.BAD, (seed, levels)
+            found = verdict(a, bt, c, seed)
+            assert found is Check.BAD or (found is Check.UNSURE and attack in SUBTLE), (seed, levels)
+            assert verdict(a, bt, c, seed, "rowwise") is Check.BAD
 
 
 @pytest.mark.parametrize(("kind_a", "kind_b"), [("relu", "gaussian"), ("uniform", "uniform"), ("small_rows", "relu")])
@@ -259,15 +278,36 @@ def test_an_empty_product_must_be_exactly_zero_but_a_zero_row_need_not(zero: str
     assert verdict(a, bt, c) is Check.GOOD
 
 
-def test_operands_that_no_fast_product_can_bear_are_nobodys_fault() -> None:
+def test_a_gemm_is_row_wise_where_a_width_for_all_rows_would_hide_lies_or_sums_of_blocks_overflow() -> None:
+    g = np.random.default_rng(0)
+    for batch in (1, 3):
+        a, bt = g.standard_normal((batch, 8, 16)).astype(np.float32), np.ones((batch, 4, 16), np.float32)
+        assert normwise.suits(a, bt) and normwise.suits(a * np.float32(1e9), bt * np.float32(1e9))
+        assert normwise.suits(0 * a, bt)
+        for change in (1e4, np.nan, np.inf):
+            worse = a.copy()
+            worse[-1, 3] *= np.float32(change)
+            assert not normwise.suits(worse, bt)
+        assert normwise.suits(np.where(np.arange(8)[:, None] == 3, np.float32(0), a), bt), "zeros hide nothing"
+        assert not normwise.suits(a * np.float32(1e18), bt * np.float32(1e17))
+        assert not normwise.suits(a, bt * np.float32(1e37))
+        assert not normwise.suits(a, np.where(np.arange(16) == 5, np.float32(np.nan), bt))
+
+
+def test_lies_in_the_shortest_rows_of_a_norm_wise_gemm_are_refused() -> None:
+    for seed in range(5):
+        a, bt = operands("gaussian", "gaussian", (64, 64, 1024), seed)
+        a[:, :] *= np.where(np.arange(64) == 3, normwise.ROWS_APART_MAX / 2, 1.0)[:, None].astype(np.float32)
+        assert normwise.suits(a[None], bt[None])
+        c = blas(a, bt.T)
+        for attack in ("zeros", "bf16_operands", "half_of_k", "noise_1e-3"):
+            lie = ATTACKS[attack](a, bt, c)
+            lie[3] = c[3]
+            assert verdict(a, bt, lie, seed) is not Check.GOOD, attack
+
+
+def test_operands_that_are_not_finite_are_nobodys_fault_norm_wise_too() -> None:
     a, bt = operands("gaussian", "gaussian", (32, 24, 64), 1)
-    large = (a * np.float32(1e18), bt * np.float32(1e17))
-    honest = blas(large[0], large[1].T)
-    assert np.isfinite(honest).all() and verdict(*large, honest) is Check.GOOD
-    c = np.full_like(honest, np.inf)  # a sum of blocks overflowed
-    assert verdict(*large, c) is Check.OPERANDS_NOT_FINITE
-    assert verdict(*large, c, accuracy="rowwise") is Check.BAD
-    assert verdict(a, bt, c) is Check.BAD
     a[5, 6] = np.nan
     assert verdict(a, bt, strassen_winograd(a, bt.T, 1, blas)) is Check.OPERANDS_NOT_FINITE
     sizes = normwise.rows_size(np.full((1, 4, 4), 1e30, np.float32))
