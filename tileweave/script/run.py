@@ -32,8 +32,10 @@ from typing import Any
 from tileweave.script.arena import Arena
 from tileweave.script.channel import Channel, JobLost
 from tileweave.script.checkpoint import TrainState, checkpoint_name, read_checkpoint, remove_others, write_checkpoint
+from tileweave.script.executor import Eager, Executor
 from tileweave.script.multiply import ArenaMultiplier, Multiplier, PlainMultiplier
 from tileweave.script.offload import MIN_GEMM_FLOP, OffloadMode, math_attention
+from tileweave.script.task import Task
 from tileweave.script.wire import (
     SOCKET_VARIABLE,
     TOKEN_VARIABLE,
@@ -43,6 +45,7 @@ from tileweave.script.wire import (
     ScriptFailed,
     ScriptWelcome,
     StepReport,
+    Validated,
 )
 
 CHECKPOINTS_KEPT = 2
@@ -137,6 +140,16 @@ class Run:
         if self._channel is not None:
             self._channel.send(SampleText(step=step, text=text[:SAMPLE_CHARACTERS_MAX]))
         print(f"sample after step {step}:\n{text}", flush=True)
+
+    def validated(self, step: int, value: float) -> None:
+        """The figure on held-out data after `step` steps, for the job's page."""
+        if self._channel is not None:
+            self._channel.send(Validated(step=step, value=value))
+        print(f"validation after step {step}: {value:.4f}", flush=True)
+
+    def executor(self, task: Task) -> Executor:
+        """What computes this run's gradients."""
+        return Eager(task, self.offload)
 
     def result_path(self, suffix: str) -> Path:
         """Where a result file of this job belongs: beside the checkpoints' folder, or the working directory by hand."""

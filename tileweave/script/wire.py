@@ -83,6 +83,13 @@ class SampleText(ScriptMessage, frozen=True, tag="sample"):
     text: str
 
 
+class Validated(ScriptMessage, frozen=True, tag="validated"):
+    """After `step` steps the script's figure on data held out (a loss: smaller is better)."""
+
+    step: int
+    value: float
+
+
 class ScriptDone(ScriptMessage, frozen=True, tag="done"):
     """The script finished; `result` is a file for GET /jobs/{id}/result, if it made one."""
 
@@ -139,5 +146,7 @@ class Control(ScriptMessage, frozen=True, tag="control"):
     what: Literal["cancel"]
 
 
-FromScript = ScriptHello | GemmRequest | StepReport | CheckpointWritten | SampleText | ScriptDone | ScriptFailed
+FromScript = (
+    ScriptHello | GemmRequest | StepReport | CheckpointWritten | SampleText | Validated | ScriptDone | ScriptFailed
+)
 ToScript = ScriptWelcome | Product | GemmFailed | Recorded | Control
