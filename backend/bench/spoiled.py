@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,21 +38,25 @@ def train_spoiled(kind: str) -> None:
     import torch
 
     from backend.recipes import gpt_bytes
-    from tileweave.script.multiply import ArenaMultiplier
+    from tileweave.script.multiply import ArenaMultiplier, Pending, Read
 
-    multiply = ArenaMultiplier.multiply
+    start = ArenaMultiplier.start
 
-    def spoil(self: ArenaMultiplier, a: Tensor, bt: Tensor, read: Callable[[Tensor], None]) -> None:
-        def spoiled(product: Tensor) -> None:
-            if kind == "skip1":
-                product = product - a[:, :, -1:] * bt[:, None, :, -1]
-            else:
-                product = product.to(torch.bfloat16).to(torch.float32)
-            read(product)
+    class Spoiled:
+        def __init__(self, a: Tensor, bt: Tensor, pending: Pending) -> None:
+            self._last = a[:, :, -1:] * bt[:, None, :, -1]
+            self._pending = pending
 
-        multiply(self, a, bt, spoiled)
+        def read(self, read: Read) -> None:
+            def spoiled(product: Tensor) -> None:
+                read(product - self._last if kind == "skip1" else product.to(torch.bfloat16).to(torch.float32))
 
-    ArenaMultiplier.multiply = spoil  # type: ignore[method-assign]
+            self._pending.read(spoiled)
+
+    def spoil(self: ArenaMultiplier, a: Tensor, bt: Tensor) -> Pending:
+        return Spoiled(a, bt, start(self, a, bt))
+
+    ArenaMultiplier.start = spoil  # type: ignore[method-assign]
     gpt_bytes.main()
 
 

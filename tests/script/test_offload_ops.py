@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -14,34 +14,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tileweave.script.multiply import Multiplier
-from tileweave.script.offload import OffloadMode
+from tileweave.script.multiply import Multiplier, Pending, Read
+from tileweave.script.offload import Offloader, OffloadMode
 
 aten = torch.ops.aten
 MATRIX = ("mm", "addmm")
 BATCHED = ("bmm", "baddbmm", "addbmm")
 
 
+class Product:
+    def __init__(self, product: Tensor) -> None:
+        self.product = product
+
+    def read(self, read: Read) -> None:
+        read(self.product)
+        self.product.fill_(float("nan"))
+
+
 class NumPyMultiplier:
-    """Multiplies with NumPy, out of contiguous copies, and spoils the product once the call is over."""
+    """Multiplies with NumPy, out of contiguous copies, and spoils the product once it was read."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int, int, int]] = []
 
-    def multiply(self, a: Tensor, bt: Tensor, read: Callable[[Tensor], None]) -> None:
+    def start(self, a: Tensor, bt: Tensor) -> Product:
         self.shapes.append((a.shape[0], a.shape[1], bt.shape[1], a.shape[2]))
-        product = torch.from_numpy(
-            np.matmul(a.detach().contiguous().numpy(), bt.detach().contiguous().numpy().transpose(0, 2, 1))
-        )
+        left, right = (x.detach().float().contiguous().numpy() for x in (a, bt))
+        product = torch.from_numpy(np.matmul(left, right.transpose(0, 2, 1)))
         assert product.is_contiguous()
-        read(product)
-        product.fill_(float("nan"))
+        return Product(product)
+
+    def finished(self, pending: Collection[Pending], block: bool) -> list[Pending]:
+        return list(pending)
 
 
-def offloading(min_gemm_flop: int = 1) -> tuple[OffloadMode, NumPyMultiplier]:
+class Offloading(OffloadMode):
+    """A mode on an offloader of its own, with that one's counts."""
+
+    def __init__(self, multiplier: Multiplier, min_gemm_flop: int = 1) -> None:
+        self.counts = Offloader(multiplier, min_gemm_flop)
+        super().__init__(self.counts)
+
+    @property
+    def flop_offloaded(self) -> int:
+        return self.counts.flop_offloaded
+
+    @property
+    def flop_local(self) -> int:
+        return self.counts.flop_local
+
+
+def offloading(min_gemm_flop: int = 1) -> tuple[Offloading, NumPyMultiplier]:
     multiplier = NumPyMultiplier()
-    checked: Multiplier = multiplier
-    return OffloadMode(checked, min_gemm_flop), multiplier
+    return Offloading(multiplier, min_gemm_flop), multiplier
 
 
 def strided(draw: st.DrawFn, shape: tuple[int, ...], seed: torch.Generator) -> Tensor:
@@ -130,7 +155,6 @@ def test_sizes_and_types_that_stay_at_home_are_counted_and_right() -> None:
     eye = torch.eye(4)
     cases: list[tuple[Callable[[], Tensor], int]] = [
         (lambda: eye.double() @ eye.double(), 128),
-        (lambda: eye.to(torch.bfloat16) @ eye.to(torch.bfloat16), 128),
         (lambda: torch.complex(eye, eye) @ torch.complex(eye, eye), 128),
         (lambda: eye.long() @ eye.long(), 128),
         (lambda: eye.to_sparse() @ eye, 128),
@@ -139,7 +163,7 @@ def test_sizes_and_types_that_stay_at_home_are_counted_and_right() -> None:
         (lambda: eye @ torch.ones(4), 32),
         (lambda: torch.dot(torch.ones(4), torch.ones(4)), 8),
         (lambda: torch.addmv(torch.ones(4), eye, torch.ones(4)), 32),
-        (lambda: torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3)), 2 * 3 * 9 * 2 * 9),
+        (lambda: torch.nn.functional.conv2d(*(torch.ones(1, 2, 5, 5).double(),) * 2), 2 * 2 * 25),
     ]
     for number, (case, flop) in enumerate(cases):
         plain = case()
@@ -149,6 +173,22 @@ def test_sizes_and_types_that_stay_at_home_are_counted_and_right() -> None:
         torch.testing.assert_close(result, plain, msg=f"case {number}")
         assert multiplier.shapes == [], number
         assert (mode.flop_offloaded, mode.flop_local) == (0, flop), number
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_multiplied_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    seed = torch.Generator().manual_seed(1)
+    a, b, base = (torch.randn(32, 32, generator=seed).to(dtype) for _ in range(3))
+    mode, multiplier = offloading()
+    with mode:
+        found = [a @ b, torch.addmm(base, a, b, beta=0.5, alpha=2)]
+    exact = [a.float() @ b.float(), 0.5 * base.float() + 2 * (a.float() @ b.float())]
+    for result, expected in zip(found, exact, strict=True):
+        assert result.dtype is dtype
+        torch.testing.assert_close(result, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert len(multiplier.shapes) == 2
+    with mode:
+        assert (a @ b.to(torch.bfloat16)).dtype is torch.bfloat16 if dtype is torch.bfloat16 else True
 
 
 @pytest.mark.parametrize(
@@ -248,11 +288,14 @@ def test_the_multipliers_error_comes_through_a_backward_pass_unchanged() -> None
         pass
 
     class Failing:
-        def multiply(self, a: Any, bt: Any, read: Any) -> None:
+        def start(self, a: Any, bt: Any) -> Any:
             raise Cancelled(3)
+
+        def finished(self, pending: Any, block: bool) -> Any:
+            raise AssertionError("nothing was started")
 
     x = torch.ones(4, 4, requires_grad=True)
     loss = (x @ x).sum()
-    with OffloadMode(Failing(), 1), pytest.raises(Cancelled) as caught:
+    with Offloading(Failing()), pytest.raises(Cancelled) as caught:
         loss.backward()
     assert caught.value.code == 3

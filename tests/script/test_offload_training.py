@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from backend.recipes import GptBytesConfig
 from backend.recipes.gpt_bytes import Gpt, batch, loss_of
 from tileweave.script.multiply import PlainMultiplier
-from tileweave.script.offload import OffloadMode, math_attention
+from tileweave.script.offload import Offloader, OffloadMode, math_attention
 
 
 class Attention(nn.Module):
@@ -36,6 +36,8 @@ class Attention(nn.Module):
         lambda: nn.MultiheadAttention(12, 3, batch_first=True),
         lambda: nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True),
         lambda: nn.GRU(12, 8, batch_first=True),
+        lambda: nn.LSTM(12, 8, batch_first=True),
+        lambda: nn.Sequential(nn.Conv1d(6, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose1d(8, 4, 3, stride=2)),
     ],
 )
 def test_gradients_equal_plain_torch(build: Callable[[], nn.Module]) -> None:
@@ -51,8 +53,8 @@ def test_gradients_equal_plain_torch(build: Callable[[], nn.Module]) -> None:
         return [inputs.grad, *(p.grad.clone() for p in model.parameters())]
 
     plain = gradients()
-    mode = OffloadMode(PlainMultiplier(), min_gemm_flop=1)
-    with math_attention(), mode:
+    mode = Offloader(PlainMultiplier(), min_gemm_flop=1)
+    with math_attention(), OffloadMode(mode):
         offloaded = gradients()
     assert mode.flop_offloaded > 0
     assert mode.flop_local == 0  # nothing escapes
@@ -72,7 +74,7 @@ def test_three_steps_of_a_gpt_differ_by_rounding_only_and_95_percent_of_the_flop
     config = GptBytesConfig(layers=2, width=64, heads=2, context=64, batch=8)
     data = torch.randint(256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
-    def losses(mode: OffloadMode | None) -> list[float]:
+    def losses(mode: Offloader | None) -> list[float]:
         torch.manual_seed(config.seed)
         model = Gpt(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
@@ -84,7 +86,7 @@ def test_three_steps_of_a_gpt_differ_by_rounding_only_and_95_percent_of_the_flop
                 loss = loss_of(model, inputs, targets)
                 loss.backward()
             else:
-                with math_attention(), mode:
+                with math_attention(), OffloadMode(mode):
                     loss = loss_of(model, inputs, targets)
                     loss.backward()
             optimizer.step()
@@ -92,6 +94,6 @@ def test_three_steps_of_a_gpt_differ_by_rounding_only_and_95_percent_of_the_flop
         return found
 
     plain = losses(None)
-    mode = OffloadMode(PlainMultiplier())
+    mode = Offloader(PlainMultiplier())
     np.testing.assert_allclose(losses(mode), plain, rtol=1e-6)
     assert mode.flop_offloaded >= 0.95 * (mode.flop_offloaded + mode.flop_local)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -113,6 +113,24 @@ class Channel:
             reason = self._failed.pop(gemm, None)
         if reason is not None:
             raise GemmError(reason)
+
+    def answered(self, gemms: Collection[int], block: bool) -> list[int]:
+        """Those of these GEMMs that have their product or have failed; if `block`, waits until there is one.
+
+        Raises JobCancelled or JobLost."""
+        found: list[int] = []
+
+        def any_there() -> bool:
+            found[:] = [gemm for gemm in gemms if gemm in self._products or gemm in self._failed]
+            return bool(found)
+
+        if block:
+            self._wait(any_there)
+        else:
+            self.poll()
+            with self._turn:
+                any_there()
+        return found
 
     def wait_recorded(self, step: int) -> None:
         """Returns when the checkpoint of `step`, or a later one, is in the store. Raises JobCancelled or JobLost."""

@@ -34,7 +34,7 @@ from tileweave.script.channel import Channel, JobLost
 from tileweave.script.checkpoint import TrainState, checkpoint_name, read_checkpoint, remove_others, write_checkpoint
 from tileweave.script.executor import Eager, Executor
 from tileweave.script.multiply import ArenaMultiplier, Multiplier, PlainMultiplier
-from tileweave.script.offload import MIN_GEMM_FLOP, OffloadMode, math_attention
+from tileweave.script.offload import MIN_GEMM_FLOP, Offloader, OffloadMode, math_attention
 from tileweave.script.task import Task
 from tileweave.script.wire import (
     SOCKET_VARIABLE,
@@ -75,11 +75,11 @@ class Run:
         self._channel = channel
         self._clock = clock
         self._remote: ArenaMultiplier | None = None
-        self._mode: OffloadMode | None = None
+        self._offloader: Offloader | None = None
         if channel is not None:
             self._arena = Arena(Path(welcome.arena_dir))
             self.multiplier = self._remote = ArenaMultiplier(channel, self._arena)
-            self._mode = OffloadMode(self._remote, welcome.min_gemm_flop)
+            self._offloader = Offloader(self._remote, welcome.min_gemm_flop)
         self._state: TrainState | None = None
         self._step = 0
         self._step_began_s = self._checkpointed_s = clock()
@@ -106,11 +106,11 @@ class Run:
 
     def offload(self) -> AbstractContextManager[object]:
         """GEMMs inside go to the job's devices (in this thread); a run by hand computes them here as ever."""
-        if self._mode is None:
+        if self._offloader is None:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         stack.enter_context(math_attention())
-        stack.enter_context(self._mode)
+        stack.enter_context(OffloadMode(self._offloader))
         return stack
 
     def step(self, step: int, loss: float | None, samples: int, unit: str = "tokens") -> None:
@@ -186,9 +186,9 @@ class Run:
 
     def _report(self, step: int, loss: float | None, samples: int, unit: str, seconds: float) -> None:
         self._step = step
-        if self._channel is None or self._mode is None:
+        if self._channel is None or self._offloader is None:
             return
-        offloaded, local = self._mode.flop_offloaded, self._mode.flop_local
+        offloaded, local = self._offloader.flop_offloaded, self._offloader.flop_local
         before_offloaded, before_local = self._flop_reported
         self._flop_reported = (offloaded, local)
         self._channel.send(
