@@ -6,7 +6,7 @@
  */
 import { alive } from "./suite_alive.js";
 import { flatMemory } from "./suite_flat.js";
-import { product, sameBits } from "./suite_products.js";
+import { alike, product, sameBits } from "./suite_products.js";
 import { closed, inFlight, missingPanel, noRoom, noRoomForProduct, tile } from "./suite_tiles.js";
 
 const ENGINES = new URL("/static/js/engines/", import.meta.url);
@@ -43,6 +43,7 @@ async function open({ kernel, bytes_max: bytesMax }) {
 const ORDERS = {
   open,
   product: (order) => product(engine, order),
+  alike: (order) => alike(engine, order),
   sameBits: (order) => sameBits(engine, order),
   tile: (order) => tile(engine, order),
   inFlight: (order) => inFlight(engine, errors, order),

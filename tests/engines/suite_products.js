@@ -57,6 +57,17 @@ export async function product(engine, order) {
   return wrongElement(want, got);
 }
 
+/** How far a product of terms that are all alike is off, relative to itself: where each rounding has the same sign. */
+export async function alike(engine, { m, n, k, a, b }) {
+  const operand = (lines, value) => {
+    const numbers = new Float32Array(lines * k).fill(value);
+    return { bytes: new Uint8Array(numbers.buffer), dtype: "f32", across: k, along: 1 };
+  };
+  const got = await engine.multiply({ m, n, k, a: operand(m, a), b: operand(n, b), cRow: n, accuracy: "rowwise" });
+  const exact = k * Math.fround(a) * Math.fround(b);
+  return Math.max(...got.map((value) => Math.abs(value - exact) / exact));
+}
+
 /** "" where two orders give the same bits. */
 export async function sameBits(engine, { orders }) {
   const [one, other] = [await engine.multiply(problemOf(orders[0]).problem), await engine.multiply(problemOf(orders[1]).problem)];

@@ -131,7 +131,7 @@ const ORDERS = {
 
   /** The dispatches of a product, added up: every cell of (z, y, x, l) once, none over the limit; what is wrong, or "". */
   pieces: ({ form, batch, kPacked, countA, countB, flopMax, groupsMax }) => {
-    const [width, packed, unit] = [32, form === "i8" ? 4 : 1, form === "i8" ? 32 : 16];
+    const [width, packed, unit] = [32, form === "i8" ? 4 : 1, form === "i8" ? 32 : 256];
     const size = { form, batch, kPacked, a: { count: countA, width }, b: { count: countB, width } };
     const seen = new Map();
     for (const { words: [from, to, , , , x0, y0, z0], groups } of cut(size, flopMax, groupsMax)) {
@@ -143,6 +143,7 @@ const ORDERS = {
         const [x, row] = [x0 + (at % groups[0]), Math.floor(at / groups[0])];
         const cell = `${z0 + Math.floor(row / groups[1])} ${y0 + (row % groups[1])} ${x}`;
         if ((seen.get(cell) ?? 0) !== from) return `${cell} goes on at ${from}, not ${seen.get(cell)}`;
+        if (to % unit && to !== kPacked) return `a piece ends at ${to}, within a chain`;
         seen.set(cell, to);
       }
     }

@@ -25,7 +25,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) at
 /** Uniforms of pack: all in elements. webgpu_product.js fills them in this order. */
 const PACK_WORK = `struct Work {
   base: u32, count: u32, lines: u32, quads: u32, k: u32, kPacked: u32, across: u32, along: u32, blocks: u32,
-  quadsStrip: u32, quadsZ: u32,
+  quadsStrip: u32, quadsZ: u32, first: u32,
 }
 @group(0) @binding(0) var<uniform> work: Work;
 @group(0) @binding(1) var<storage, read> words: array<u32>;
@@ -61,7 +61,7 @@ ${dtype === "i8" ? BYTE : ""}
 fn expand(at: u32) -> f32 { ${EXPAND[dtype]} }
 fn element(z: u32, row: u32, l: u32) -> f32 {
   if (row >= work.lines || l >= work.k) { return 0.0; }
-  let line = z * work.lines + row;
+  let line = work.first + z * work.lines + row;
   return expand(line * work.across + l * work.along)${scaled};
 }
 ${form === "i8" ? `fn four(z: u32, row: u32, group: u32) -> u32 {
@@ -69,7 +69,7 @@ ${form === "i8" ? `fn four(z: u32, row: u32, group: u32) -> u32 {
   for (var i = 0u; i < 4u; i += 1u) {
     let l = group * 4u + i;
     if (row < work.lines && l < work.k) {
-      word |= (bitcast<u32>(byte((z * work.lines + row) * work.across + l * work.along)) & 255u) << (i * 8u);
+      word |= (bitcast<u32>(byte((work.first + z * work.lines + row) * work.across + l * work.along)) & 255u) << (i * 8u);
     }
   }
   return word;

@@ -39,6 +39,11 @@ export class GpuMemory {
     return this.#bytes;
   }
 
+  /** What it may hold, as far as the device has shown. */
+  get bytesMax() {
+    return this.#bytesMax;
+  }
+
   get usedBytes() {
     return this.#bytes - this.#freeBytes;
   }

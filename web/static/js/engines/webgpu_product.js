@@ -4,7 +4,7 @@
  * Everything it needs is taken first and awaited, then all its work is submitted in one go, so that two products never mix
  * and the second one's copies run while the first one computes. The buffers go back to the pool when the bytes are here.
  */
-import { K_PACKED, K_PAD, strips } from "./webgpu_family.js";
+import { CHAIN, K_PACKED, K_PAD, strips } from "./webgpu_family.js";
 import { PACK_SCALES, packSource, ROW_GROUPS, STORE, THREADS } from "./webgpu_ends.js";
 import { PIECE_SECONDS } from "./webgpu_session.js";
 
@@ -25,8 +25,10 @@ import { PIECE_SECONDS } from "./webgpu_session.js";
  * @property {Side} a @property {Side} b
  * @property {number} row elements from one row of C to the next @property {number} count elements of C with its gaps
  * @property {Float32Array<ArrayBuffer>|null} c @property {Float32Array<ArrayBuffer>|null} bias
+ * @typedef {Work & { first: number }} Part `batch` entries of the panels from number `first` on
  */
 
+const SLICE_BYTES = 64 << 20; // of padded panels and product in one go
 const ENDS_THREADS_MAX = 1 << 20; // to a piece: a hundredth of a second in software
 const K_ROWS_MAX = 1 << 16; // to a piece: whatever the speed, one thread's steps take time one after another
 
@@ -72,6 +74,38 @@ class Lent {
  * @returns {Promise<{ bytes: Uint8Array<ArrayBuffer>, seconds: number }>} rejects with OutOfMemory, or as WebGPU does
  */
 export async function product(gpu, member, work, repeats = 1) {
+  const each = entriesAtOnce(gpu, member, work);
+  if (each >= work.batch) return part(gpu, member, { ...work, first: 0 }, repeats);
+  const bytes = new Uint8Array(4 * work.count);
+  const entry = work.count / work.batch;
+  let seconds = 0;
+  for (let first = 0; first < work.batch; first += each) {
+    const batch = Math.min(each, work.batch - first);
+    const alone = (/** @type {Side} */ side) => ({ ...side, packed: null }); // a copy of a part would serve nobody else
+    const some = { ...work, batch, first, count: batch * entry, a: alone(work.a), b: alone(work.b) };
+    const done = await part(gpu, member, some, repeats);
+    bytes.set(done.bytes, 4 * first * entry);
+    seconds += done.seconds;
+  }
+  return { bytes, seconds };
+}
+
+/**
+ * How many products of a batch to compute at once: lines are padded to whole strips, so that many small ones take many
+ * times the memory of their panels.
+ * @param {GpuSession} gpu @param {Member} member @param {Work} work
+ */
+function entriesAtOnce(gpu, member, work) {
+  const { a, b, cBytes } = sizes(member, { ...work, batch: 1, first: 0 });
+  return Math.max(1, Math.floor(Math.min(SLICE_BYTES, gpu.memory.bytesMax / 4) / (a.bytes + b.bytes + cBytes)));
+}
+
+/**
+ * Some products of a batch, all at once.
+ * @param {GpuSession} gpu @param {Member} member @param {Part} work @param {number} repeats
+ * @returns {Promise<{ bytes: Uint8Array<ArrayBuffer>, seconds: number }>}
+ */
+async function part(gpu, member, work, repeats) {
   const lent = new Lent(gpu);
   /** @type {(() => void)[]} what is to be submitted, in order */
   const steps = [];
@@ -118,9 +152,9 @@ async function read(buffer, bytes) {
 
 /**
  * What a member makes of a product's sizes: whole strips of lines, and k in packed rows.
- * @param {Member} member @param {Work} work
+ * @param {Member} member @param {Part} work
  */
-function sizes(member, { batch, m, n, k }) {
+function sizes(member, { batch, m, n, k, first }) {
   const { form } = member;
   const strip = strips(member);
   const kPacked = (Math.ceil(k / K_PAD[form]) * K_PAD[form]) / K_PACKED[form];
@@ -128,7 +162,7 @@ function sizes(member, { batch, m, n, k }) {
     const count = Math.ceil(lines / width);
     const elements = batch * count * width * kPacked;
     const bytes = { f32: 4 * elements, f16: 2 * elements, i8: (4 * elements * 33) / 32 }[form];
-    return { lines, batch, k, kPacked, width, count, bytes: Math.max(bytes, 16) };
+    return { lines, batch, first: first * lines, k, kPacked, width, count, bytes: Math.max(bytes, 16) };
   };
   const a = side(m, strip.a), b = side(n, strip.b);
   const [mPadded, nPadded] = [a.count * a.width, b.count * b.width];
@@ -145,7 +179,7 @@ function sizes(member, { batch, m, n, k }) {
  */
 export function cut({ form, batch, kPacked, a, b }, flopMax, groupsMax) {
   const rowFlop = 2 * a.width * b.width * K_PACKED[form];
-  const unit = K_PAD[form] / K_PACKED[form];
+  const unit = form === "i8" ? K_PAD.i8 / K_PACKED.i8 : CHAIN;
   const kRows = Math.min(Math.max(kPacked, unit), K_ROWS_MAX, Math.max(Math.floor(flopMax / rowFlop / unit), 1) * unit);
   const groups = Math.max(Math.floor(flopMax / (rowFlop * kRows)), 1);
   const wide = Math.min(b.count, groups, groupsMax);
@@ -188,14 +222,14 @@ function flat(count, words) {
  * @param {Side} side @param {Size["a"]} size
  */
 async function pack(gpu, lent, steps, { form }, side, size) {
-  const { batch, lines, k, kPacked, width, count, bytes } = size;
+  const { batch, lines, first, k, kPacked, width, count, bytes } = size;
   const copy = copyOf(lent, side, `${form} ${batch} ${lines} ${k} ${width}`, bytes);
   lent.wait(side.raw);
   if (copy.done) return copy.block;
   const quads = (batch * count * width) / 4;
   const blocks = Math.ceil(k / 128);
   const scales = side.scales ?? gpu.nothing;
-  const words = [lines, quads, k, kPacked, side.across, side.along, blocks, width / 4, (count * width) / 4];
+  const words = [lines, quads, k, kPacked, side.across, side.along, blocks, width / 4, (count * width) / 4, first];
   const threads = Math.ceil(kPacked / 8) * Math.ceil(quads / 8) * 64;
   const dispatches = [{ name: `pack ${side.dtype} ${form}`, source: () => packSource(side.dtype, form), threads }];
   if (form === "i8") dispatches.push({ name: "pack scales", source: () => PACK_SCALES, threads: 4 * quads * blocks });
@@ -233,7 +267,7 @@ function copyOf(lent, { packed }, key, bytes) {
 /**
  * Where C lies as it is wanted: in the kernel's own buffer when nothing is to be cut off or added, else where store puts it.
  * @param {GpuSession} gpu @param {Lent} lent @param {(() => void)[]} steps
- * @param {Work} work @param {Size} size @param {Block} c
+ * @param {Part} work @param {Size} size @param {Block} c
  * @returns {Promise<GPUBuffer>}
  */
 async function store(gpu, lent, steps, { batch, m, n, row, count, c: before, bias }, size, c) {

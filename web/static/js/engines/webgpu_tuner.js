@@ -23,6 +23,7 @@ const TUNE_SECONDS = 2.5; // a join may take 3
 const RUN_SECONDS_MIN = 0.004; // a run shorter than this is mostly latency
 const SIZES = [256, 1024]; // the second where the first is too short; a large GPU is not filled by less
 const REPEATS_MAX = 64;
+const FLOPS = [1e6, 1e15]; // a remembered figure beyond this is none
 const FINALISTS = 3;
 const ROUNDS = 3;
 
@@ -141,7 +142,7 @@ export async function fromText(gpu, family, text) {
 function parse(text, gpu, family) {
   try {
     const { adapter, family: version, kernels, flops } = JSON.parse(text ?? "null") ?? {};
-    if (adapter !== gpu.identity || version !== FAMILY_VERSION || !(flops > 0)) return null;
+    if (adapter !== gpu.identity || version !== FAMILY_VERSION || !(Number.isFinite(flops) && flops >= FLOPS[0] && flops <= FLOPS[1])) return null;
     const members = Object.entries(kernels).map(([form, name]) =>
       [form, family.find((member) => member.name === name && member.form === form && runs(gpu, member))]);
     const known = members.every(([, member]) => member) && Object.fromEntries(members);
