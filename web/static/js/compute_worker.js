@@ -8,7 +8,7 @@
  * When its engine is gone (a GPU that does not come back) or no longer proves right, the Worker chooses another for the rest
  * of the session; what it was computing is asked for again, panels included.
  */
-import { prove } from "./engines/check.js";
+import { prove, proveLarge } from "./engines/check.js";
 import { choose } from "./engines/choice.js";
 import { EngineGone, MissingPanel, OutOfMemory } from "./engines/errors.js";
 
@@ -43,6 +43,7 @@ const gone = new Set();
 /** @type {Lease[]} */
 const queue = [];
 let running = 0;
+let flops = 0;
 let doubted = false;
 
 self_.onmessage = ({ data }) => {
@@ -105,9 +106,9 @@ async function change() {
       base, remembered: remembered[kernel] ?? null,
       remember: (text) => self_.postMessage({ is: "remember", kernel, text }),
     }));
-    engine = chosen.engine;
+    ({ engine, flops } = chosen);
     const trials = [...failed, ...chosen.trials];
-    self_.postMessage({ is: "able", kernel: engine.kernel, depth: engine.depth, flops: chosen.flops, trials });
+    self_.postMessage({ is: "able", kernel: engine.kernel, depth: engine.depth, flops, trials });
     queue.forEach(wake);
   } catch (error) {
     self_.postMessage({ is: "unable", reason: error instanceof Error ? error.message : String(error) });
@@ -119,6 +120,7 @@ async function proveAgain(current) {
   running += 1;
   try {
     await prove(current);
+    await proveLarge(current, flops);
   } catch (error) {
     leave(current, error instanceof Error ? error.message : String(error));
   }

@@ -1,15 +1,12 @@
-/**
- * Which panels an engine holds and where. A panel that found no room is remembered as lost until someone asks, so that
- * its tiles fail with "memory" and the net Worker can have it sent again.
- */
-import { MissingPanel, OutOfMemory } from "./errors.js";
+/** Which panels an engine holds and where, and which found no room. */
+import { OutOfMemory } from "./errors.js";
+import { LostPanels } from "./lost_panels.js";
 
 /** @template Place where an engine keeps a panel: an address, a buffer */
 export class PanelStore {
   /** @type {Map<string, Place>} */
   #places = new Map();
-  /** @type {Set<string>} */
-  #lost = new Set();
+  #lost = new LostPanels();
   #free;
 
   /** @param {(place: Place) => void} free gives a place back */
@@ -44,18 +41,12 @@ export class PanelStore {
     this.drop([...this.#places.keys()]);
   }
 
-  /** Panels lost since the last call. */
   takeLost() {
-    const lost = [...this.#lost];
-    this.#lost.clear();
-    return lost;
+    return this.#lost.take();
   }
 
   /** @param {string} id @returns {Place} throws OutOfMemory, MissingPanel */
   get(id) {
-    const place = this.#places.get(id);
-    if (place !== undefined) return place;
-    if (this.#lost.has(id)) throw new OutOfMemory(`no room for panel ${id}`);
-    throw new MissingPanel(`panel ${id} is not here`);
+    return this.#places.get(id) ?? this.#lost.explain(id);
   }
 }

@@ -5,7 +5,8 @@
  * the next ones while there is room, and goes first when there is none. A buffer can be refused after put() returned: the
  * panel is then lost. What a running tile reads is held until it is done, whatever is dropped meanwhile.
  */
-import { MissingPanel, OutOfMemory } from "./errors.js";
+import { OutOfMemory } from "./errors.js";
+import { LostPanels } from "./lost_panels.js";
 
 /**
  * @typedef {import("./webgpu_memory.js").GpuMemory} GpuMemory
@@ -17,10 +18,7 @@ import { MissingPanel, OutOfMemory } from "./errors.js";
 export class GpuPanels {
   /** The panel that was used last is last. @type {Map<string, Panel>} */
   #panels = new Map();
-  /** Lost and not sent again. @type {Set<string>} */
-  #lost = new Set();
-  /** Those of them that nobody has been told of. @type {Set<string>} */
-  #untold = new Set();
+  #lost = new LostPanels();
   /** @type {GpuMemory|null} */
   #memory = null;
 
@@ -35,9 +33,8 @@ export class GpuPanels {
   put(id, bytes) {
     if (this.#panels.has(id)) return;
     this.#lost.delete(id);
-    this.#untold.delete(id);
     const memory = this.#memory;
-    if (!memory) return this.#lose(id);
+    if (!memory) return this.#lost.add(id);
     try {
       const raw = memory.take("storage", bytes.length, bytes);
       const panel = { memory, raw, packed: new Map(), holds: 0, dropped: false };
@@ -45,11 +42,11 @@ export class GpuPanels {
       raw.ready?.catch(() => {
         if (this.#panels.get(id) !== panel) return;
         this.#remove(id, panel);
-        this.#lose(id);
+        this.#lost.add(id);
       });
     } catch (error) {
       if (!(error instanceof OutOfMemory)) throw error;
-      this.#lose(id);
+      this.#lost.add(id);
     }
   }
 
@@ -57,7 +54,6 @@ export class GpuPanels {
   drop(ids) {
     for (const id of ids) {
       this.#lost.delete(id);
-      this.#untold.delete(id);
       const panel = this.#panels.get(id);
       if (panel) this.#remove(id, panel);
     }
@@ -65,25 +61,18 @@ export class GpuPanels {
 
   /** The device that held them is gone, and their buffers with it. */
   loseAll() {
-    for (const id of this.#panels.keys()) this.#lose(id);
+    for (const id of this.#panels.keys()) this.#lost.add(id);
     this.#panels.clear();
     this.#memory = null;
   }
 
   takeLost() {
-    const lost = [...this.#untold];
-    this.#untold.clear();
-    return lost;
+    return this.#lost.take();
   }
 
   /** The panel, kept until release(). @param {string} id @returns {Panel} throws OutOfMemory, MissingPanel */
   hold(id) {
-    const panel = this.#panels.get(id);
-    if (!panel) {
-      if (!this.#lost.has(id)) throw new MissingPanel(`panel ${id} is not here`);
-      this.#untold.add(id);
-      throw new OutOfMemory(`panel ${id} found no room, or went with a lost GPU`);
-    }
+    const panel = this.#panels.get(id) ?? this.#lost.explain(id);
     this.#panels.delete(id);
     this.#panels.set(id, panel);
     panel.holds += 1;
@@ -94,12 +83,6 @@ export class GpuPanels {
   release(panel) {
     panel.holds -= 1;
     if (panel.dropped && panel.holds === 0) this.#free(panel);
-  }
-
-  /** @param {string} id */
-  #lose(id) {
-    this.#lost.add(id);
-    this.#untold.add(id);
   }
 
   /** @param {string} id @param {Panel} panel */
