@@ -59,6 +59,7 @@ def install(app: FastAPI, root: Path) -> None:
     """Mounts the static files and makes the templates known."""
     mimetypes.add_type("application/wasm", ".wasm")  # what the system's table says differs
     mimetypes.add_type("text/javascript", ".js")
+    mimetypes.add_type("text/javascript", ".mjs")
     app.mount("/static", Static(directory=root / "static"), name="static")
     app.state.templates = Environment(
         loader=FileSystemLoader(root / "templates"), autoescape=True, undefined=StrictUndefined, auto_reload=False

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import urllib.error
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,14 @@ def test_a_page_that_fails_says_why() -> None:
     script = b'await fetch("/figures", { method: "POST", body: JSON.stringify({ error: "no such luck" }) });'
     with KernelsPage({"/bench/kernels/page.js": script}) as page, pytest.raises(RuntimeError, match="no such luck"):
         page.measure({}, 60)
+
+
+def test_figures_of_another_sites_page_are_refused() -> None:
+    with KernelsPage() as page:
+        request = urllib.request.Request(page.address + "/figures", b"{}", {"Origin": "http://evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request, timeout=30)
+        assert page.figures.empty()
 
 
 def test_operands_mean_what_their_bytes_say() -> None:

@@ -49,10 +49,14 @@ class KernelsPage:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    @property
+    def address(self) -> str:
+        """Where it is served."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
     def measure(self, plan: dict[str, Any], seconds: float) -> dict[str, Any]:
         """What the page measured by `plan` (see web/bench/kernels/page.js). Raises RuntimeError where it could not."""
-        address = f"http://127.0.0.1:{self._server.server_port}/bench/kernels/index.html"
-        with Chromium(f"{address}?{urlencode({'plan': json.dumps(plan)})}", webgpu=True):
+        with Chromium(f"{self.address}/bench/kernels/index.html?{urlencode({'plan': json.dumps(plan)})}", webgpu=True):
             try:
                 figures = self.figures.get(timeout=seconds)
             except queue.Empty:
@@ -96,6 +100,9 @@ def _handler(page: KernelsPage) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             url = urlsplit(self.path)
+            if self.headers.get("Origin") != page.address:  # a page of somebody else's in another browser
+                self._answer(403, b"", "text/plain")
+                return
             body = self.rfile.read(int(self.headers["Content-Length"]))
             answer: dict[str, Any] = {}
             if url.path == "/product":

@@ -40,7 +40,7 @@ const KERNELS = /** @type {Record<string, string>} */ ({
 });
 
 /** A kernel as people call it. @param {string} kernel */
-export const kernelName = (kernel) => KERNELS[kernel] ?? kernel;
+export const kernelName = (kernel) => (Object.hasOwn(KERNELS, kernel) ? KERNELS[kernel] : kernel);
 
 /** Small credit is shown too: the first tile must be seen to count. @param {Maybe} cobblestones */
 export function credit(cobblestones) {
