@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from backend.recipes import RECIPES, GptBytesConfig, gemm, gpt_bytes
+from backend.recipes import RECIPES, GptBytesConfig, byte_text, gemm, gpt_bytes
 from tileweave.script.run import Run, local_welcome
 
 TINY: dict[str, Any] = {
@@ -37,7 +37,17 @@ def test_the_registry_needs_no_torch_and_names_real_scripts() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"width": 30, "heads": 4}, {"layers": 0}, {"lr": float("nan")}, {"lr": float("inf")}, {"colour": 1}]
+    "bad",
+    [
+        {"width": 30, "heads": 4},
+        {"layers": 0},
+        {"lr": float("nan")},
+        {"lr": float("inf")},
+        {"colour": 1},
+        {"batch": 8, "micro_batches": 3},
+        {"patience": 0},
+        {"executor": "other"},
+    ],
 )
 def test_settings_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
@@ -47,24 +57,24 @@ def test_settings_out_of_range_are_refused(bad: dict[str, Any]) -> None:
 def test_a_batch_is_a_function_of_the_seed_and_its_number() -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(4)
     config = GptBytesConfig(**TINY)
-    inputs, targets = gpt_bytes.batch(data, config, 3)
+    inputs, targets = byte_text.batch(data, config, 3)
     assert inputs.shape == targets.shape == (8, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(gpt_bytes.batch(data, config, 3)[0], inputs)
-    assert not torch.equal(gpt_bytes.batch(data, config, 4)[0], inputs)
-    assert not torch.equal(gpt_bytes.batch(data, GptBytesConfig(**TINY, seed=2), 3)[0], inputs)
+    assert torch.equal(byte_text.batch(data, config, 3)[0], inputs)
+    assert not torch.equal(byte_text.batch(data, config, 4)[0], inputs)
+    assert not torch.equal(byte_text.batch(data, GptBytesConfig(**TINY, seed=2), 3)[0], inputs)
 
 
 def test_data_is_a_file_a_folder_in_order_or_pythons_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b.txt").write_bytes(b"second")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "z.txt").write_bytes(b"first ")
-    assert bytes(gpt_bytes.read_data(str(tmp_path)).tolist()) == b"first second"
-    assert bytes(gpt_bytes.read_data(str(tmp_path / "b.txt")).tolist()) == b"second"
-    monkeypatch.setattr(gpt_bytes, "DATA_BYTES_MAX", 100_000)
-    library = gpt_bytes.read_data(None)
+    assert bytes(byte_text.read_data(str(tmp_path)).tolist()) == b"first second"
+    assert bytes(byte_text.read_data(str(tmp_path / "b.txt")).tolist()) == b"second"
+    monkeypatch.setattr(byte_text, "DATA_BYTES_MAX", 100_000)
+    library = byte_text.read_data(None)
     assert len(library) == 100_000
-    assert torch.equal(library, gpt_bytes.read_data(None))
+    assert torch.equal(library, byte_text.read_data(None))
 
 
 def test_training_learns_and_ends_with_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +86,7 @@ def test_training_learns_and_ends_with_a_sample(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "step 40/40: loss" in out
     assert "sample after step 40:\n\ndef" in out
-    assert "validation loss: " in out
+    assert "validation after step 40: " in out
 
 
 def test_too_little_data_is_an_error_that_says_how_much_is_needed(tmp_path: Path) -> None:

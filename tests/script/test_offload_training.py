@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backend.recipes import GptBytesConfig
-from backend.recipes.gpt_bytes import Gpt, batch, loss_of
+from backend.recipes.byte_text import batch, loss_of
+from backend.recipes.gpt_bytes import Gpt
 from tileweave.script.multiply import PlainMultiplier
 from tileweave.script.offload import Offloader, OffloadMode, math_attention
 
