@@ -111,15 +111,17 @@ def is_plain(*tensors: Any) -> bool:
     )
 
 
-def product_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Call | None, int]:
-    """Whether the operator is of the matrix products above; if so, as a Call or None where it has to run where it is,
-    and its 2mnk."""
-    form = _FORMS.get(func)
-    if form is None:
-        return False, None, 0
+def is_product(func: Any) -> bool:
+    """Is the operator one of the matrix products above?"""
+    return func in _FORMS
+
+
+def product_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, int]:
+    """A matrix product as a Call, None where it has to run where it is; and its 2mnk."""
+    form = _FORMS[func]
     left, right = args[form.has_base : form.has_base + 2]
     call = _read(form, args, kwargs, left, right)
-    return True, call, factor_flop(left, right) if call is None else call.flop
+    return call, factor_flop(left, right) if call is None else call.flop
 
 
 def factor_flop(left: Tensor, right: Tensor) -> int:

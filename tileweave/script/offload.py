@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tileweave.script.calls import Call, factor_flop, product_of
+from tileweave.script.calls import Call, factor_flop, is_product, product_of
 from tileweave.script.convolutions import CONVOLUTIONS
 from tileweave.script.multiply import Multiplier, Pending
 
@@ -87,13 +87,17 @@ class Offloader:
         self.flop_local = 0
         self._min_gemm_flop = min_gemm_flop
 
+    def takes(self, func: Any) -> bool:
+        """Whether `start` may take this operator."""
+        return func in CONVOLUTIONS or is_product(func)
+
     def start(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started | None:
         """The operator with its products under way; None where it has to run here (`local`)."""
         call: Call | None = None
         if func in CONVOLUTIONS:
             call = CONVOLUTIONS[func](*args, **kwargs)
-        else:
-            _, call, _ = product_of(func, args, kwargs)
+        elif is_product(func):
+            call, _ = product_of(func, args, kwargs)
         if call is None or call.flop < self._min_gemm_flop:
             return None
         self.flop_offloaded += call.flop
@@ -101,14 +105,14 @@ class Offloader:
 
     def local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operator here, and counts."""
-        is_product, _, flop = product_of(func, args, kwargs)
+        flop = product_of(func, args, kwargs)[1] if is_product(func) else 0
         result = func(*args, **kwargs)
-        if is_product:
+        if is_product(func):
             self.flop_local += flop
         elif func in _MATRIX_VECTOR:
             first = _MATRIX_VECTOR[func]
             self.flop_local += factor_flop(*args[first : first + 2])
-        elif (count := flop_registry.get(func.overloadpacket)) is not None:
+        elif (count := flop_registry.get(getattr(func, "overloadpacket", None))) is not None:
             self.flop_local += int(count(*args, **kwargs, out_val=result))
         return result
 

@@ -148,8 +148,12 @@ class Run:
         print(f"validation after step {step}: {value:.4f}", flush=True)
 
     def executor(self, task: Task) -> Executor:
-        """What computes this run's gradients."""
-        return Eager(task, self.offload)
+        """What computes this run's gradients: the config's `executor`, "eager" or "graph"."""
+        if self.config.get("executor", "eager") == "eager":
+            return Eager(task, self.offload)
+        from tileweave.script.graph import GraphExecutor  # what captures takes a second to import
+
+        return GraphExecutor(task, self._offloader or Offloader(self.multiplier))
 
     def result_path(self, suffix: str) -> Path:
         """Where a result file of this job belongs: beside the checkpoints' folder, or the working directory by hand."""

@@ -41,6 +41,8 @@ class Task:
     """Training ends when so many validations in a row were no better than the best one; None: it does not."""
     generate: Callable[[], str] | None = None
     generate_every: int = 50
+    variant: Callable[[], object] = lambda: None
+    """What the loss depends on besides shapes (how many layers train now, say); captured anew when that changes."""
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:

@@ -1,0 +1,129 @@
+"""The graph executor: every GEMM that can run is under way at once, of all micro-batches, while the rest runs here.
+
+The idea: a step's GEMMs come in levels, each of which costs a round trip when they are waited for one by one. Here the
+captured graph (capture.py, program.py) is run by its data: a GEMM whose operands are there is started at once, and
+while products are on their way, other operators run, of this micro-batch or another. With a few micro-batches one's
+round trip hides behind another's computing.
+
+    ready GEMMs  -> started (at most IN_FLIGHT_MAX)  -> finished -> result -> steps that waited for it
+    ready others -> run here, in the order of capture, the first micro-batch first
+
+The gradients are those of one micro-batch after another, to the last bit: they are added in that order.
+Left out: an optimizer that starts before all gradients are there (clipping needs them all).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tileweave.script.capture import capture
+from tileweave.script.multiply import Pending
+from tileweave.script.offload import Offloader, Started, math_attention
+from tileweave.script.program import Instance, Program
+from tileweave.script.task import Batch, Task
+
+IN_FLIGHT_MAX = 64
+"""Products under way at once: each holds its operands in the arena."""
+
+_Job = tuple[int, int]  # step, micro-batch
+
+
+class GraphExecutor:
+    """Runs a task's captured graph; see Executor. A batch of a new shape is captured when it comes first."""
+
+    def __init__(self, task: Task, offloader: Offloader) -> None:
+        self._task = task
+        self._offloader = offloader
+        self._programs: dict[tuple[object, ...], Program] = {}
+
+    def gradients(self, batches: Sequence[Batch]) -> float:
+        """See Executor. Raises CaptureError, and what the multiplier raises."""
+        program = self._program(batches[0])
+        instances = [Instance(program, batch, first=i == 0) for i, batch in enumerate(batches)]
+        with torch.no_grad(), math_attention():
+            _Pass(instances, self._offloader).run()
+            for number, parameter in enumerate(program.captured.trained, start=1):
+                for instance in instances:
+                    _add(parameter, instance.result(number), len(instances))
+        return sum(float(instance.result(0)) for instance in instances) / len(instances)
+
+    def _program(self, batch: Batch) -> Program:
+        key = (self._task.variant(), *((tuple(t.shape), t.dtype) for t in batch))
+        if key not in self._programs:
+            self._programs[key] = Program(capture(self._task.model, self._task.loss, batch))
+        return self._programs[key]
+
+
+def _add(parameter: Tensor, gradient: Tensor | None, count: int) -> None:
+    if gradient is None:
+        return
+    part = gradient / count if count > 1 else gradient
+    if parameter.grad is None:
+        parameter.grad = part.clone() if part is gradient else part
+    else:
+        parameter.grad += part
+
+
+class _Pass:
+    """One pass of all micro-batches through their program."""
+
+    def __init__(self, instances: list[Instance], offloader: Offloader) -> None:
+        self._instances = instances
+        self._offloader = offloader
+        self._steps = instances[0].program.steps
+        self._here: list[_Job] = []  # a heap
+        self._away: deque[_Job] = deque()  # ready, to be offloaded or found too small
+        self._started: dict[_Job, tuple[Started, int]] = {}  # and how many of its products are outstanding
+        self._pending: dict[Pending, _Job] = {}
+
+    def run(self) -> None:
+        """Until every step is done."""
+        for batch, instance in enumerate(self._instances):
+            self._ready(batch, instance.ready())
+        while self._away or self._here or self._pending:
+            while self._away and len(self._pending) < IN_FLIGHT_MAX:
+                self._start(self._away.popleft())
+            if self._pending:
+                block = not self._here
+                for pending in self._offloader.multiplier.finished(self._pending, block):
+                    self._finished(pending)
+            if self._here and not (self._away and len(self._pending) < IN_FLIGHT_MAX):
+                job = heapq.heappop(self._here)
+                args, kwargs = self._instances[job[1]].arguments(job[0])
+                self._done(job, self._offloader.local(self._steps[job[0]].func, args, kwargs))
+
+    def _ready(self, batch: int, steps: Sequence[int]) -> None:
+        for step in steps:
+            if self._offloader.takes(self._steps[step].func):
+                self._away.append((step, batch))
+            else:
+                heapq.heappush(self._here, (step, batch))
+
+    def _start(self, job: _Job) -> None:
+        step, batch = job
+        args, kwargs = self._instances[batch].arguments(step)
+        started = self._offloader.start(self._steps[step].func, args, kwargs)
+        if started is None:
+            heapq.heappush(self._here, job)
+            return
+        self._started[job] = started, len(started.pending)
+        self._pending |= dict.fromkeys(started.pending, job)
+
+    def _finished(self, pending: Pending) -> None:
+        job = self._pending.pop(pending)
+        started, outstanding = self._started.pop(job)
+        if outstanding > 1:
+            self._started[job] = started, outstanding - 1
+        else:
+            self._done(job, started.result())
+
+    def _done(self, job: _Job, value: object) -> None:
+        step, batch = job
+        self._ready(batch, self._instances[batch].done(step, value))
+        if batch + 1 < len(self._instances):
+            self._ready(batch + 1, self._instances[batch + 1].released(self._steps[step].carried))

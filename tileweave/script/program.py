@@ -1,0 +1,156 @@
+"""A captured graph as steps with dependencies: what may run when, within one micro-batch and between them.
+
+The idea: a step needs the values it reads. Two things besides have an order of their own, so that the numbers are those
+of micro-batch after micro-batch: operators that draw random numbers run in the order in which they were captured, and
+a step that overwrites a buffer (`copy_`, BatchNorm's running statistics) keeps its place among all that use it, and
+comes before any of the next micro-batch that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tileweave.script.capture import Captured
+
+
+@dataclass(slots=True)
+class Step:
+    """One operator. `waits` counts what must come before it in its own micro-batch, `next` are the steps that wait for
+    it there, `carried` those of the next micro-batch; `late` counts what it waits for of the one before. `reads` are
+    the steps whose values it takes."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    waits: int = 0
+    late: int = 0
+    next: list[int] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
+
+
+class Program:
+    """Steps in the order of capture; `uses[i]` is how many readers step i's value has, the result included."""
+
+    def __init__(self, captured: Captured) -> None:
+        graph = captured.graph
+        nodes = list(graph.graph.nodes)
+        self.captured = captured
+        self.steps: list[Step] = []
+        self.index: dict[fx.Node, int] = {}
+        self.inputs: list[fx.Node] = [node for node in nodes if node.op == "placeholder"]
+        self.constants: dict[fx.Node, Any] = {}
+        for node in nodes:
+            if node.op == "get_attr":
+                self.constants[node] = _attribute(graph, node.target)
+            elif node.op == "call_function":
+                reads = tuple(self.index[n] for n in node.all_input_nodes if n in self.index)
+                self.index[node] = len(self.steps)
+                self.steps.append(Step(node.target, node.args, dict(node.kwargs), reads))
+        (self.results,) = [list(node.args[0]) for node in nodes if node.op == "output"]
+        self.uses = [0] * len(self.steps)
+        for step in self.steps:
+            for read in step.reads:
+                self.uses[read] += 1
+        for node in self.results:
+            if node in self.index:
+                self.uses[self.index[node]] += 1
+        self._order(nodes)
+
+    def _order(self, nodes: Sequence[fx.Node]) -> None:
+        within: set[tuple[int, int]] = {(read, i) for i, step in enumerate(self.steps) for read in step.reads}
+        between: set[tuple[int, int]] = set()
+        drawing = [i for i, step in enumerate(self.steps) if _draws(step.func)]
+        within |= set(pairwise(drawing))
+        if drawing:
+            between.add((drawing[-1], drawing[0]))
+        for node in nodes:
+            for buffer in _overwrites(node):
+                writer = self.index[node]
+                users = [self.index[user] for user in buffer.users]
+                within |= {(min(user, writer), max(user, writer)) for user in users if user != writer}
+                between |= {(writer, user) for user in users}
+        for before, after in sorted(within):
+            self.steps[before].next.append(after)
+            self.steps[after].waits += 1
+        for before, after in sorted(between):
+            self.steps[before].carried.append(after)
+            self.steps[after].late += 1
+
+
+class Instance:
+    """One micro-batch on its way through a program."""
+
+    def __init__(self, program: Program, batch: Sequence[Tensor], first: bool) -> None:
+        captured = program.captured
+        tensors = [t.detach() for t in (*captured.trained, *captured.others)]
+        self.program = program
+        self.values: list[Any] = [None] * len(program.steps)
+        self.waits = [step.waits + (0 if first else step.late) for step in program.steps]
+        self._uses = list(program.uses)
+        self._given = program.constants | dict(zip(program.inputs, [*tensors, *batch], strict=True))
+
+    def ready(self) -> list[int]:
+        """The steps that wait for nothing."""
+        return [i for i, waits in enumerate(self.waits) if waits == 0]
+
+    def arguments(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A step's arguments; all that it reads must be there."""
+        step = self.program.steps[number]
+        return fx.node.map_arg(step.args, self._value), fx.node.map_arg(step.kwargs, self._value)
+
+    def done(self, number: int, value: Any) -> list[int]:
+        """The step gave this value; the steps of this micro-batch that may run now. Values nobody needs any more go."""
+        step = self.program.steps[number]
+        if self._uses[number]:
+            self.values[number] = value
+        for read in step.reads:
+            self._uses[read] -= 1
+            if not self._uses[read]:
+                self.values[read] = None
+        return [i for i in step.next if self._less(i)]
+
+    def released(self, numbers: Sequence[int]) -> list[int]:
+        """The micro-batch before has done what these steps waited for; those that may run now."""
+        return [i for i in numbers if self._less(i)]
+
+    def result(self, number: int) -> Any:
+        """The graph's result of this number: 0 the loss, then the gradients."""
+        node = self.program.results[number]
+        return None if node is None else self._value(node)
+
+    def _less(self, number: int) -> bool:
+        self.waits[number] -= 1
+        return self.waits[number] == 0
+
+    def _value(self, node: fx.Node) -> Any:
+        index = self.program.index.get(node)
+        return self._given[node] if index is None else self.values[index]
+
+
+def _overwrites(node: fx.Node) -> list[fx.Node]:
+    """The inputs that this step changes in place. BatchNorm does not say so in its schema."""
+    aten = torch.ops.aten
+    changed: list[Any] = []
+    if node.target is aten.copy_.default:
+        changed = [node.args[0]]
+    elif node.target is aten.native_batch_norm.default and node.args[5]:
+        changed = list(node.args[3:5])
+    return [argument for argument in changed if isinstance(argument, fx.Node)]
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _attribute(graph: fx.GraphModule, target: str) -> Any:
+    value: Any = graph
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value
