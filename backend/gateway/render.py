@@ -49,6 +49,7 @@ def job_json(
         "offloaded_flop_share": sum(row.flop_offloaded for row in rows) / flop if flop else None,
         "waiting": _waiting(job, live),
         "sample": None if job.sample is None else {"step": job.sample_step, "text": job.sample},
+        "validation": None if job.validation is None else {"step": job.validation_step, "value": job.validation},
         "has_checkpoint": has_checkpoint,
         "has_result": job.result is not None,
     }

@@ -52,6 +52,7 @@ from tileweave.script.wire import (
     ScriptWelcome,
     StepReport,
     ToScript,
+    Validated,
 )
 
 LIVE_S = 0.5  # between live figures
@@ -215,6 +216,8 @@ class Coordinator:
                 self._shell.spawn(self._record_checkpoint(message))
             case SampleText():
                 self._shell.spawn(self._record_sample(message))
+            case Validated():
+                self._shell.spawn(self._record_validation(message))
             case ScriptDone():
                 await self._end("succeeded", "", message.result)
                 return True
@@ -257,6 +260,12 @@ class Coordinator:
     async def _record_sample(self, sample: SampleText) -> None:
         await self._shell.books.call(lambda: self._store.set_sample(self._job.id, sample.step, sample.text))
         await self._switchboard.publish_live(self._job.id, "sample", {"step": sample.step, "text": sample.text})
+
+    async def _record_validation(self, validated: Validated) -> None:
+        """Watchers learn of it from the job's record, which the gateway reads twice a second."""
+        await self._shell.books.call(
+            lambda: self._store.record_validation(self._job.id, self._epoch, validated.step, validated.value)
+        )
 
     async def _end(self, state: State, reason: str, result: str | None) -> None:
         """The job's last word, after everything recorded before it."""

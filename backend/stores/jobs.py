@@ -57,7 +57,8 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(JobSpec):
-    """A job as stored. `step` and `loss` are of the latest step reported, `first_loss` of the first (None before)."""
+    """A job as stored. `step` and `loss` are of the latest step reported, `first_loss` of the first (None before);
+    `validation` is the latest figure on data held out."""
 
     id: str
     state: State
@@ -72,11 +73,14 @@ class Job(JobSpec):
     result: str | None
     sample: str | None
     sample_step: int | None
+    validation: float | None
+    validation_step: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One optimizer step; FLOP are of its GEMMs, bytes and tiles of what went out, `time_s` when it was reported."""
+    """One optimizer step; FLOP are of its GEMMs, bytes and tiles of what went out, `time_s` when it was reported.
+    `validation` comes after the row, where the script validated after this step."""
 
     step: int
     loss: float | None
@@ -90,6 +94,7 @@ class StepRow:
     bytes_up: int
     devices: int
     time_s: float
+    validation: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +191,9 @@ class JobStore:
                 return False
             connection.execute(
                 "INSERT OR REPLACE INTO metrics (job, step, loss, seconds, samples, unit, tiles, flop_offloaded,"
-                " flop_local, bytes_down, bytes_up, devices, time_s) VALUES (:job, :step, :loss, :seconds, :samples,"
-                " :unit, :tiles, :flop_offloaded, :flop_local, :bytes_down, :bytes_up, :devices, :time_s)",
+                " flop_local, bytes_down, bytes_up, devices, time_s, validation) VALUES (:job, :step, :loss, :seconds,"
+                " :samples, :unit, :tiles, :flop_offloaded, :flop_local, :bytes_down, :bytes_up, :devices, :time_s,"
+                " :validation)",
                 asdict(row) | {"job": key, "loss": loss},
             )
             connection.execute(
@@ -195,6 +201,19 @@ class JobStore:
                 " WHERE job = key AND loss IS NOT NULL ORDER BY step LIMIT 1) WHERE key = ?",
                 (row.step, loss, key),
             )
+            return True
+
+    def record_validation(self, job_id: str, epoch: int, step: int, value: float) -> bool:
+        """Store the figure on data held out, of the job and of the step's row. False (nothing stored) where `epoch` is
+        over, or the value is not finite."""
+        if not math.isfinite(value):
+            return False
+        with self._db.write() as connection:
+            key = _key_at(connection, job_id, epoch)
+            if key is None:
+                return False
+            connection.execute("UPDATE metrics SET validation = ? WHERE job = ? AND step = ?", (value, key, step))
+            connection.execute("UPDATE jobs SET validation = ?, validation_step = ? WHERE key = ?", (value, step, key))
             return True
 
     def metrics(self, job_id: str, after_step: int = -1, limit: int = 10_000) -> builtins.list[StepRow]:

@@ -129,4 +129,10 @@ MIGRATIONS: tuple[str, ...] = (
     -- What a job's products are checked for: rowwise or normwise (tileweave/protocol/messages.py, Accuracy).
     ALTER TABLE jobs ADD COLUMN accuracy TEXT NOT NULL DEFAULT 'rowwise';
     """,
+    """
+    -- The figure on data held out, of the steps after which it was taken, and the latest.
+    ALTER TABLE metrics ADD COLUMN validation REAL;
+    ALTER TABLE jobs ADD COLUMN validation REAL;
+    ALTER TABLE jobs ADD COLUMN validation_step INTEGER;
+    """,
 )

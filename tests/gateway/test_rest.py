@@ -92,7 +92,11 @@ def test_a_training_job_from_submission_to_cancel(make_client) -> None:
     shown = client.get(f"{API}/jobs/{job['id']}").json()
     assert (shown["step"], shown["loss"], shown["samples_per_s"], shown["eta_s"]) == (2, 1.5, 50.0, 6.0)
     assert (shown["offloaded_flop_share"], shown["flop"], shown["waiting"]) == (0.75, 60, None)
+    assert shown["validation"] is None
+    world.jobs.record_validation(job["id"], 1, 2, 1.75)
+    assert client.get(f"{API}/jobs/{job['id']}").json()["validation"] == {"step": 2, "value": 1.75}
     rows = client.get(f"{API}/jobs/{job['id']}/metrics").json()["rows"]
+    assert [row["validation"] for row in rows] == [None, 1.75]
     assert [row["loss"] for row in rows] == [None, 1.5]
     text = client.get(f"{API}/jobs/{job['id']}/metrics?format=csv").text.splitlines()
     assert len(text) == 3

@@ -59,6 +59,7 @@ from tileweave.script.wire import (
     ScriptWelcome,
     StepReport,
     ToScript,
+    Validated,
 )
 
 DEADLINE_S = 30.0
@@ -280,6 +281,7 @@ def test_a_product_is_verified_assembled_credited_and_recorded(valkey, batch, m,
 
             script.say(StepReport(step=1, loss=2.5, samples=8, seconds=0.1, flop_offloaded=flop, flop_local=7))
             script.say(SampleText(step=1, text="to be"))
+            script.say(Validated(step=1, value=2.25))
             body = b"weights"
             path = Path(welcome.checkpoint_dir) / "step-1.safetensors"
             path.write_bytes(body)
@@ -292,11 +294,13 @@ def test_a_product_is_verified_assembled_credited_and_recorded(valkey, batch, m,
 
         [row] = rig.jobs.metrics(rig.job)
         assert (row.loss, row.tiles, row.flop_offloaded, row.devices) == (2.5, len(pushes), flop, 1)
+        assert row.validation == 2.25
         assert row.bytes_up == 4 * batch * m * n
         panels = {ref.panel: 4 * ref.rows * ref.k for push in pushes for ref in (push.a, push.b)}
         assert row.bytes_down == sum(panels.values())
         job = rig.jobs.get(rig.job)
         assert (job.state, job.result, job.sample) == ("succeeded", str(result), "to be")
+        assert (job.validation, job.validation_step) == (2.25, 1)
         assert rig.jobs.latest_checkpoint(rig.job).sha256 == sha256
         assert rig.ledger.standing(rig.device, time.time()).accepted == len(pushes)
         with Redis.from_url(rig.url) as client:

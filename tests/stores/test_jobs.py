@@ -146,6 +146,24 @@ def test_metrics_come_back_in_order_and_a_replayed_step_overwrites(jobs: JobStor
     assert jobs.metrics("jx") == []
 
 
+def test_a_validation_is_of_its_step_and_the_newest_is_the_jobs(jobs: JobStore) -> None:
+    job = jobs.create(TRAIN, 1.0)
+    assert job.validation is job.validation_step is None
+    first = jobs.begin_epoch(job.id, 2.0)
+    for step in range(3):
+        jobs.record_step(job.id, first, row(step))
+    assert jobs.record_validation(job.id, first, 1, 2.5)
+    assert jobs.record_validation(job.id, first, 2, 2.25)
+    assert not jobs.record_validation(job.id, first, 2, math.nan)  # JSON has none
+    second = jobs.begin_epoch(job.id, 3.0)
+    assert not jobs.record_validation(job.id, first, 2, 9.0)  # thought dead, and late
+    assert [r.validation for r in jobs.metrics(job.id)] == [None, 2.5, 2.25]
+    now = jobs.get(job.id)
+    assert now is not None and (now.validation, now.validation_step) == (2.25, 2)
+    jobs.record_step(job.id, second, row(2))  # replayed, and not validated yet
+    assert [r.validation for r in jobs.metrics(job.id)] == [None, 2.5, None]
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, None])
 def test_a_loss_that_json_cannot_hold_is_stored_as_unknown(jobs: JobStore, loss: float | None) -> None:
     job = jobs.create(TRAIN, 1.0)

@@ -43,6 +43,7 @@ JOB: dict[str, Any] = {
     "offloaded_flop_share": 0.987,
     "waiting": None,
     "sample": {"step": 50, "text": "def the(self, ne <b>"},
+    "validation": {"step": 50, "value": 2.41},
     "has_checkpoint": True,
     "has_result": False,
 }
@@ -109,6 +110,7 @@ def test_job_page_follows_the_events(page: Page, server: WebServer) -> None:
     expect(page.locator("#state")).to_have_text("Succeeded")
     expect(page.locator("#loss")).to_have_text("2.123")
     expect(page.locator("#first-loss")).to_have_text("from 5.610")
+    expect(page.locator("#validation")).to_have_text("validation 2.410 at step 50")
     expect(page.locator("#sample")).to_have_text(HOSTILE)
     expect(page.locator("#rate-unit")).to_have_text("Tokens per second")
     expect(page.locator("#fleet li")).to_have_count(1)
@@ -128,7 +130,9 @@ def test_job_page_follows_the_events(page: Page, server: WebServer) -> None:
     ],
 )
 def test_job_page_says_why_nothing_moves(page: Page, server: WebServer, state: str, over: Any, words: str) -> None:
-    unknown = dict.fromkeys(("loss", "step", "gflops", "tiles", "eta_s", "samples_per_s", "unit", "sample"))
+    unknown = dict.fromkeys(
+        ("loss", "step", "gflops", "tiles", "eta_s", "samples_per_s", "unit", "sample", "validation")
+    )
     server.api["/jobs/job-1"] = {**JOB, **unknown, "state": state.lower(), **over}
     server.api["/jobs/job-1/metrics"] = {"job": "job-1", "rows": []}
     server.api["/jobs/job-1/events"] = events(("job", server.api["/jobs/job-1"]))
@@ -137,6 +141,7 @@ def test_job_page_says_why_nothing_moves(page: Page, server: WebServer, state: s
     expect(page.locator("#state")).to_have_text(state)
     expect(page.locator("#why")).to_have_text(words)
     expect(page.locator("#loss")).to_have_text("–")
+    expect(page.locator("#validation")).to_have_text("")
     expect(page.locator("#no-steps")).to_be_visible()
 
 

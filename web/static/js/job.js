@@ -31,6 +31,8 @@ function draw(now) {
   text("steps", `of ${number(now.steps)}`);
   text("loss", loss(now.loss));
   text("first-loss", now.first_loss === null ? "" : `from ${loss(now.first_loss)}`);
+  const held = now.validation;
+  text("validation", held ? `validation ${loss(held.value)} at step ${number(held.step)}` : "");
   text("devices", number(now.devices));
   text("gflops", number(now.gflops));
   text("tiles", number(now.tiles));

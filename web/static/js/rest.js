@@ -11,7 +11,7 @@
  *   elapsed_s: number|null, samples_per_s: number|null, unit: string|null, tiles: number|null, flop: number|null,
  *   gflops: number|null, tiles_per_s: number|null, devices: number|null, eta_s: number|null,
  *   offloaded_flop_share: number|null, waiting: string|null, sample: { step: number, text: string }|null,
- *   has_checkpoint: boolean, has_result: boolean }} Job
+ *   validation: { step: number, value: number }|null, has_checkpoint: boolean, has_result: boolean }} Job
  * @typedef {{ step: number, loss: number|null }} StepRow
  * @typedef {{ id: string, name: string, online: boolean, state: string|null, reason: string|null, job: string|null,
  *   kernel: string|null, workers: number|null, flops: number|null, claimed_flops: number|null,
