@@ -180,9 +180,10 @@ def test_memory_of_a_pass_is_freed_as_it_goes() -> None:
     task = task_of(model)
     executor = GraphExecutor(task, Offloader(PlainMultiplier(), 1))
     executor.gradients([task.batch(0)])
-    (program,) = executor._programs.values()
-    instance = graph.Instance(program, task.batch(0), first=True)
-    graph._Pass([instance], Offloader(PlainMultiplier(), 1)).run()
+    ((captured, program),) = executor._programs.values()
+    instance = graph.Instance(program, [*captured.trained, *captured.others, *task.batch(0)])
+    with torch.no_grad():
+        graph.run([instance], Offloader(PlainMultiplier(), 1))
     assert sum(value is not None for value in instance.values) == len(program.results)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tileweave.script.capture import capture
+from tileweave.script.capture import Captured, capture
 from tileweave.script.multiply import Pending
 from tileweave.script.offload import Offloader, Started, math_attention
 from tileweave.script.program import Instance, Program
@@ -39,23 +39,25 @@ class GraphExecutor:
     def __init__(self, task: Task, offloader: Offloader) -> None:
         self._task = task
         self._offloader = offloader
-        self._programs: dict[tuple[object, ...], Program] = {}
+        self._programs: dict[tuple[object, ...], tuple[Captured, Program]] = {}
 
     def gradients(self, batches: Sequence[Batch]) -> float:
         """See Executor. Raises CaptureError, and what the multiplier raises."""
-        program = self._program(batches[0])
-        instances = [Instance(program, batch, first=i == 0) for i, batch in enumerate(batches)]
+        captured, program = self._program(batches[0])
+        tensors = [tensor.detach() for tensor in (*captured.trained, *captured.others)]
+        instances = [Instance(program, [*tensors, *batch], first=i == 0) for i, batch in enumerate(batches)]
         with torch.no_grad(), math_attention():
-            _Pass(instances, self._offloader).run()
-            for number, parameter in enumerate(program.captured.trained, start=1):
+            run(instances, self._offloader)
+            for number, parameter in enumerate(captured.trained, start=1):
                 for instance in instances:
                     _add(parameter, instance.result(number), len(instances))
         return sum(float(instance.result(0)) for instance in instances) / len(instances)
 
-    def _program(self, batch: Batch) -> Program:
+    def _program(self, batch: Batch) -> tuple[Captured, Program]:
         key = (self._task.variant(), *((tuple(t.shape), t.dtype) for t in batch))
         if key not in self._programs:
-            self._programs[key] = Program(capture(self._task.model, self._task.loss, batch))
+            captured = capture(self._task.model, self._task.loss, batch)
+            self._programs[key] = captured, Program(captured.graph)
         return self._programs[key]
 
 
@@ -67,6 +69,11 @@ def _add(parameter: Tensor, gradient: Tensor | None, count: int) -> None:
         parameter.grad = part.clone() if part is gradient else part
     else:
         parameter.grad += part
+
+
+def run(instances: list[Instance], offloader: Offloader) -> None:
+    """Every step of every micro-batch. Raises what the multiplier raises."""
+    _Pass(instances, offloader).run()
 
 
 class _Pass:

@@ -14,9 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-
-from tileweave.script.capture import Captured
+from torch import fx
 
 
 @dataclass(slots=True)
@@ -38,10 +36,8 @@ class Step:
 class Program:
     """Steps in the order of capture; `uses[i]` is how many readers step i's value has, the result included."""
 
-    def __init__(self, captured: Captured) -> None:
-        graph = captured.graph
+    def __init__(self, graph: fx.GraphModule) -> None:
         nodes = list(graph.graph.nodes)
-        self.captured = captured
         self.steps: list[Step] = []
         self.index: dict[fx.Node, int] = {}
         self.inputs: list[fx.Node] = [node for node in nodes if node.op == "placeholder"]
@@ -59,7 +55,7 @@ class Program:
             for read in step.reads:
                 self.uses[read] += 1
         for node in self.results:
-            if node in self.index:
+            if isinstance(node, fx.Node) and node in self.index:
                 self.uses[self.index[node]] += 1
         self._order(nodes)
 
@@ -87,14 +83,12 @@ class Program:
 class Instance:
     """One micro-batch on its way through a program."""
 
-    def __init__(self, program: Program, batch: Sequence[Tensor], first: bool) -> None:
-        captured = program.captured
-        tensors = [t.detach() for t in (*captured.trained, *captured.others)]
+    def __init__(self, program: Program, inputs: Sequence[Any], first: bool = True) -> None:
         self.program = program
         self.values: list[Any] = [None] * len(program.steps)
         self.waits = [step.waits + (0 if first else step.late) for step in program.steps]
         self._uses = list(program.uses)
-        self._given = program.constants | dict(zip(program.inputs, [*tensors, *batch], strict=True))
+        self._given = program.constants | dict(zip(program.inputs, inputs, strict=True))
 
     def ready(self) -> list[int]:
         """The steps that wait for nothing."""
@@ -121,9 +115,9 @@ class Instance:
         return [i for i in numbers if self._less(i)]
 
     def result(self, number: int) -> Any:
-        """The graph's result of this number: 0 the loss, then the gradients."""
+        """The graph's result of this number."""
         node = self.program.results[number]
-        return None if node is None else self._value(node)
+        return self._value(node) if isinstance(node, fx.Node) else node
 
     def _less(self, number: int) -> bool:
         self.waits[number] -= 1

@@ -75,11 +75,10 @@ class Run:
         self._channel = channel
         self._clock = clock
         self._remote: ArenaMultiplier | None = None
-        self._offloader: Offloader | None = None
         if channel is not None:
             self._arena = Arena(Path(welcome.arena_dir))
             self.multiplier = self._remote = ArenaMultiplier(channel, self._arena)
-            self._offloader = Offloader(self._remote, welcome.min_gemm_flop)
+        self.offloader = Offloader(self.multiplier, welcome.min_gemm_flop)
         self._state: TrainState | None = None
         self._step = 0
         self._step_began_s = self._checkpointed_s = clock()
@@ -106,11 +105,11 @@ class Run:
 
     def offload(self) -> AbstractContextManager[object]:
         """GEMMs inside go to the job's devices (in this thread); a run by hand computes them here as ever."""
-        if self._offloader is None:
+        if self._channel is None:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         stack.enter_context(math_attention())
-        stack.enter_context(OffloadMode(self._offloader))
+        stack.enter_context(OffloadMode(self.offloader))
         return stack
 
     def step(self, step: int, loss: float | None, samples: int, unit: str = "tokens") -> None:
@@ -153,7 +152,7 @@ class Run:
             return Eager(task, self.offload)
         from tileweave.script.graph import GraphExecutor  # what captures takes a second to import
 
-        return GraphExecutor(task, self._offloader or Offloader(self.multiplier))
+        return GraphExecutor(task, self.offloader)
 
     def result_path(self, suffix: str) -> Path:
         """Where a result file of this job belongs: beside the checkpoints' folder, or the working directory by hand."""
@@ -190,9 +189,9 @@ class Run:
 
     def _report(self, step: int, loss: float | None, samples: int, unit: str, seconds: float) -> None:
         self._step = step
-        if self._channel is None or self._offloader is None:
+        if self._channel is None:
             return
-        offloaded, local = self._offloader.flop_offloaded, self._offloader.flop_local
+        offloaded, local = self.offloader.flop_offloaded, self.offloader.flop_local
         before_offloaded, before_local = self._flop_reported
         self._flop_reported = (offloaded, local)
         self._channel.send(
