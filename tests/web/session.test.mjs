@@ -206,6 +206,51 @@ test("a Worker without memory: idle panels go, lost ones are asked for, and the 
   assert.equal(d.session.view(0).leases, 0);
 });
 
+test("tiles that miss the same panel each get it asked for, also when the first has had its second try", () => {
+  const d = withPanels();
+  d.lease(1).take();
+  d.keep(d.session.failed(0, 1, "memory", "full", ["a"]));
+  d.panel("a", 2, 2);
+  d.lease(2).take();
+  d.keep(d.session.failed(0, 1, "memory", "full", ["a"]));
+  assert.deepEqual(d.sent().map((m) => [m.type, m.lease]), [["FAIL", 1]], "the other is at the Worker and does not ask yet");
+  d.take();
+  d.keep(d.session.failed(0, 2, "memory", "full", ["a"]));
+  assert.deepEqual(d.sent(), [{ type: "NEED", panel: "a", lease: 2 }]);
+  d.take();
+  d.panel("a", 2, 2);
+  assert.deepEqual(d.effects.map((e) => e.do), ["panel", "tile"]);
+});
+
+test("a Worker that remembers a panel as lost is told to drop it once nobody wants it", () => {
+  const lost = () => {
+    const d = withPanels();
+    d.lease(1).keep(d.session.failed(0, 1, "memory", "full", ["a"])).take();
+    return d;
+  };
+  const dropped = (d) => d.did("drop").flatMap((e) => e.panels);
+  const revoked = lost();
+  revoked.say({ type: "REVOKE", leases: [1] });
+  assert.deepEqual(dropped(revoked), ["a"], "b is still held there");
+  const cut = lost();
+  cut.say({ type: "PANEL", panel: "a", rows: 2, k: 2, offset: 0, size: 16, dtype: "f32" }, new Uint8Array(8));
+  cut.keep(cut.session.closed(0, "gone"));
+  assert.deepEqual(dropped(cut), ["a"], "the rest of it will not come");
+  const idle = withPanels();
+  idle.lease(1).compute(1).ack(1).panel("c", 2, 2).panel("d", 2, 2).lease(2, { a: "c", b: "d" }).take();
+  idle.keep(idle.session.failed(0, 2, "memory", "full", ["a"]));
+  assert.deepEqual(dropped(idle).sort(), ["a", "b"], "lost, and idle");
+});
+
+test("with another engine come its depth and, with the next HELLO, its claims", () => {
+  const d = withPanels({ depth: 2 });
+  d.keep(d.session.changed({ kernel: "other", flops: 5, agent: "test" }, 1));
+  for (const lease of [1, 2, 3]) d.lease(lease);
+  assert.deepEqual(d.did("tile").map((e) => e.lease.lease), [1, 2], "one that runs and one that is next");
+  d.reconnect();
+  assert.deepEqual([d.sent("HELLO").at(-1).profile.kernel, d.sent("HELLO").at(-1).profile.flops], ["other", 5]);
+});
+
 test("wrong panel shapes and oversized results are refused, lease by lease", () => {
   const d = withPanels();
   d.lease(1, { k: 3 }).lease(2, { m: 1 << 14, n: 1 << 14 });

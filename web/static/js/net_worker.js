@@ -69,7 +69,7 @@ async function begin(given) {
     const { capacityBytes } = shares(options.memoryBytes, count);
     session = new Session({
       workers: count, depth, capacityBytes, name: options.name, identity: options.identity, visible: options.visible,
-      claims: { kernel, flops: flops(), agent: options.agent.slice(0, 300) }, random: Math.random,
+      claims: claims(), random: Math.random,
     });
   } catch (error) {
     workers.forEach((worker) => worker.terminate());
@@ -81,6 +81,11 @@ async function begin(given) {
   }, TICK_MS);
   carryOut(session.start(now()));
   tell();
+}
+
+/** What HELLO says of this device. */
+function claims() {
+  return { kernel: able[0].kernel, flops: flops(), agent: options.agent.slice(0, 300) };
 }
 
 /** FLOP/s of all Workers, as each measured alone. */
@@ -101,7 +106,8 @@ function hire(index, kernels) {
     worker.onerror = (event) => reject(new Error(`a compute Worker failed: ${event.message}`));
     worker.onmessage = (/** @type {MessageEvent<Answer>} */ { data }) => {
       if (data.is === "able") {
-        able[index] = data; // again when its engine was lost and it chose another
+        able[index] = data;
+        carryOut(session?.changed(claims(), data.depth)); // its engine was lost, and this is another
         resolve(data);
       } else if (data.is === "unable") {
         reject(new Error(`no kernel works on this device: ${data.reason}`));

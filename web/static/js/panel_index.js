@@ -24,6 +24,7 @@ import { ProtocolError, Reassembly } from "./protocol.js";
  * @property {number} leases that need it
  * @property {boolean} dropped the server will not name it again
  * @property {boolean} asked NEED was sent for it
+ * @property {boolean} sent a Worker was given it, and remembers it until told to drop it, even as lost
  */
 
 export class PanelIndex {
@@ -101,7 +102,7 @@ export class PanelIndex {
     entry.leases -= 1;
     if (entry.leases > 0 || (entry.state === "held" && !entry.dropped) || entry.state === "arriving") return false;
     this.#entries.delete(id);
-    return entry.state === "held";
+    return entry.state === "held" || entry.sent;
   }
 
   /**
@@ -115,6 +116,7 @@ export class PanelIndex {
     if (entry.workers.has(worker)) return null;
     const bytes = /** @type {Uint8Array<ArrayBuffer>} */ (entry.bytes);
     entry.workers.add(worker);
+    entry.sent = true;
     const handOver = entry.workers.size === this.#workerCount;
     if (handOver) entry.bytes = null;
     return { bytes, handOver };
@@ -162,26 +164,27 @@ export class PanelIndex {
   }
 
   /**
-   * A Worker found no room for these; returns those that nobody has any more though a lease needs them.
+   * A Worker found no room for these; what nobody has any more is wanted again.
    * @param {number} worker @param {string[]} ids
    */
   lost(worker, ids) {
-    return ids.filter((id) => {
+    for (const id of ids) {
       const entry = this.#entries.get(id);
-      if (!entry?.workers.delete(worker) || entry.bytes || entry.workers.size) return false;
-      if (entry.leases === 0) this.#entries.delete(id);
-      else Object.assign(entry, { state: "wanted", size: 0, asked: false });
-      return entry.leases > 0;
-    });
+      if (!entry?.workers.delete(worker) || entry.bytes || entry.workers.size) continue;
+      Object.assign(entry, { state: "wanted", size: 0, asked: false });
+    }
   }
 
-  /** The connection is gone, and with it the rest of what was arriving and the promise of what was wanted. */
+  /** The connection is gone, and with it the rest of what was arriving and the promise of what was wanted. @returns {string[]} */
   disconnected() {
+    /** @type {string[]} */
+    const gone = [];
     for (const entry of [...this.#entries.values()]) {
       if (entry.state === "held") continue;
-      if (entry.leases === 0) this.#entries.delete(entry.id);
+      if (entry.leases === 0) this.#forget(entry, gone);
       else Object.assign(entry, { state: "wanted", size: 0, assembly: null, asked: false });
     }
+    return gone;
   }
 
   /** @param {import("./protocol.js").Panel} message @param {string[]} evicted */
@@ -197,7 +200,7 @@ export class PanelIndex {
   /** @param {Entry} entry one that no lease needs @param {string[]} gone */
   #forget(entry, gone) {
     this.#entries.delete(entry.id);
-    if (entry.state === "held") gone.push(entry.id);
+    if (entry.state === "held" || entry.sent) gone.push(entry.id);
   }
 
   /** @param {string} id @returns {Entry} */
@@ -205,7 +208,7 @@ export class PanelIndex {
     /** @type {Entry} */
     const entry = {
       id, rows: 0, k: 0, size: 0, state: "wanted", assembly: null, bytes: null, workers: new Set(), leases: 0, dropped: false,
-      asked: false,
+      asked: false, sent: false,
     };
     this.#entries.set(id, entry);
     return entry;

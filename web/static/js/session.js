@@ -201,6 +201,18 @@ export class Session {
     return this.#take();
   }
 
+  /**
+   * A Worker's engine is gone and it computes with another. The server hears of it in the next HELLO. There stay as many
+   * Workers as there were (a lost GPU leaves one): panels and leases are placed by Worker, more would need a new session.
+   * @param {Claims} claims @param {number} depth
+   */
+  changed(claims, depth) {
+    this.options.claims = claims;
+    this.#tiles.depth = depth;
+    this.#advance();
+    return this.#take();
+  }
+
   /** A Worker let go of a revoked lease before it began. @param {number} worker @param {number} number lease */
   skipped(worker, number) {
     this.#tiles.answered(worker, number);

@@ -19,12 +19,11 @@ export class Tiles {
   #leases = new Map();
   /** Leases handed to each Worker. @type {number[]} */
   #busy;
-  #depth;
   #out;
 
   /** @param {number} capacityBytes @param {number} workers @param {number} depth tiles a Worker runs at once @param {Out} out */
   constructor(capacityBytes, workers, depth, out) {
-    this.#depth = depth;
+    this.depth = depth;
     this.panels = new PanelIndex(capacityBytes, workers);
     this.#busy = Array(workers).fill(0);
     this.#out = out;
@@ -92,7 +91,7 @@ export class Tiles {
   /** The connection is gone: nothing is leased any more, what was arriving will not come. */
   disconnected() {
     this.revoke([...this.#leases.keys()]);
-    this.panels.disconnected();
+    this.#drop(this.panels.disconnected());
   }
 
   /** The server's DROP. @param {string[]} ids */
@@ -114,9 +113,11 @@ export class Tiles {
       this.#busy[worker] -= 1;
       Object.assign(held, { worker: -1, retried: true });
     } else this.answered(worker, number);
+    this.panels.lost(worker, lost);
     /** @type {[string, number][]} */
     const needs = [];
-    for (const id of this.panels.lost(worker, lost)) {
+    // Its own too: they may have been lost with a tile that had its second try, when nobody waited for them.
+    for (const id of new Set([...lost, held.message.a, held.message.b])) {
       const waiting = [...this.#leases.values()].find(({ worker: at, message: { a, b } }) => at < 0 && (a === id || b === id));
       const entry = this.panels.get(id);
       if (waiting && entry && this.panels.ask(entry)) needs.push([id, waiting.message.lease]);
@@ -137,7 +138,7 @@ export class Tiles {
     }
     const missing = (/** @type {number} */ worker) => [a, b].reduce((sum, p) => sum + (p.workers.has(worker) ? 0 : p.size), 0);
     // What runs and one that is next, so that a Worker never waits for the net.
-    const free = this.#busy.map((_, worker) => worker).filter((worker) => this.#busy[worker] <= this.#depth)
+    const free = this.#busy.map((_, worker) => worker).filter((worker) => this.#busy[worker] <= this.depth)
       .filter((worker) => this.panels.reaches(a, worker) && this.panels.reaches(b, worker))
       .sort((x, y) => this.#busy[x] - this.#busy[y] || missing(x) - missing(y));
     if (!free.length) return;
@@ -154,7 +155,7 @@ export class Tiles {
   /** Keeps room for the largest products that a Worker may be computing. */
   #reserve() {
     const running = [...this.#leases.values()].filter((held) => held.worker >= 0);
-    this.panels.reserveBytes = this.#depth * Math.max(0, ...running.map(({ message: { batch, m, n } }) => 4 * batch * m * n));
+    this.panels.reserveBytes = this.depth * Math.max(0, ...running.map(({ message: { batch, m, n } }) => 4 * batch * m * n));
     /** @type {string[]} */
     const evicted = [];
     this.panels.makeRoom(0, evicted);
