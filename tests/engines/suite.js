@@ -6,7 +6,7 @@
  */
 import { alive } from "./suite_alive.js";
 import { flatMemory } from "./suite_flat.js";
-import { alike, product, sameBits } from "./suite_products.js";
+import { alike, empty, product, sameBits } from "./suite_products.js";
 import { closed, inFlight, missingPanel, noRoom, noRoomForProduct, tile } from "./suite_tiles.js";
 
 const ENGINES = new URL("/static/js/engines/", import.meta.url);
@@ -44,6 +44,7 @@ const ORDERS = {
   open,
   product: (order) => product(engine, order),
   alike: (order) => alike(engine, order),
+  empty: () => empty(engine),
   sameBits: (order) => sameBits(engine, order),
   tile: (order) => tile(engine, order),
   inFlight: (order) => inFlight(engine, errors, order),

@@ -68,6 +68,27 @@ export async function alike(engine, { m, n, k, a, b }) {
   return Math.max(...got.map((value) => Math.abs(value - exact) / exact));
 }
 
+/** What an engine says to products of nothing: every size has its turn at 0, or "" where all are refused. */
+export async function empty(engine) {
+  const bytes = () => new Uint8Array(4);
+  for (const size of ["m", "n", "k"]) {
+    const sizes = { m: 1, n: 1, k: 1, [size]: 0 };
+    const operand = () => ({ bytes: bytes(), dtype: "f32", across: 1, along: 1 });
+    engine.put("empty", bytes());
+    const asked = [
+      () => engine.multiply({ ...sizes, a: operand(), b: operand(), cRow: 1, accuracy: "rowwise" }),
+      () => engine.compute({ ...sizes, batch: 1, a: "empty", b: "empty", accuracy: "rowwise" }),
+      () => engine.compute({ m: 1, n: 1, k: 1, batch: 0, a: "empty", b: "empty", accuracy: "rowwise" }),
+    ];
+    for (const ask of asked) {
+      const said = await ask().then((answer) => `computed ${answer}`, String);
+      if (!said.startsWith("RangeError: nothing to multiply")) return `${size} = 0: ${said}`;
+    }
+    engine.drop(["empty"]);
+  }
+  return "";
+}
+
 /** "" where two orders give the same bits. */
 export async function sameBits(engine, { orders }) {
   const [one, other] = [await engine.multiply(problemOf(orders[0]).problem), await engine.multiply(problemOf(orders[1]).problem)];

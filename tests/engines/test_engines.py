@@ -186,6 +186,10 @@ def test_a_large_batch_of_small_products(engine) -> None:
         engine.check("tile", batch=16384, m=4, n=4, k=16, seed=11)
 
 
+def test_a_product_of_nothing_is_refused(engine) -> None:
+    engine.check("empty")
+
+
 TILE = {"batch": 2, "m": 7, "n": 9, "k": 33, "seed": 5}
 
 

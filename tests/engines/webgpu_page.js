@@ -3,8 +3,9 @@
  * and the loss of the GPU. Products of every shape and dtype are the business of suite.js.
  */
 import { prove } from "/static/js/engines/check.js";
+import { fault } from "/static/js/engines/known_answers.js";
 import { openWith } from "/static/js/engines/webgpu.js";
-import { faultOf } from "/static/js/engines/webgpu_answers.js";
+import { faultOf, operand } from "/static/js/engines/webgpu_answers.js";
 import { openDevice } from "/static/js/engines/webgpu_device.js";
 import { FAMILY } from "/static/js/engines/webgpu_family.js";
 import { cut } from "/static/js/engines/webgpu_product.js";
@@ -23,7 +24,8 @@ function familyOf(names) {
   const [first] = FAMILY;
   const wrong = { ...first, name: "wrong", source: (member) => first.source(member).replaceAll("fma(", "fma(2.0 * ") };
   const broken = { ...first, name: "broken", source: () => "this is no WGSL" };
-  return names.map((name) => [...FAMILY, wrong, broken].find((member) => member.name === name));
+  const brokenBytes = { ...broken, name: "broken bytes", form: "i8" };
+  return names.map((name) => [...FAMILY, wrong, broken, brokenBytes].find((member) => member.name === name));
 }
 
 /** Counts what is submitted to any queue. */
@@ -32,6 +34,14 @@ const { submit } = GPUQueue.prototype;
 GPUQueue.prototype.submit = function counted(buffers) {
   submissions += 1;
   return submit.call(this, buffers);
+};
+
+/** Sources of the shaders compiled since the last engine was opened. */
+let sources = [];
+const { createShaderModule } = GPUDevice.prototype;
+GPUDevice.prototype.createShaderModule = function noting(descriptor) {
+  sources.push(descriptor.code);
+  return createShaderModule.call(this, descriptor);
 };
 
 /** While positive, so many new buffers of at least `refusedFrom` bytes are refused, as a driver does: in the error scope. */
@@ -94,10 +104,10 @@ const ORDERS = {
   open: async ({ names, remembered = null, bytesMax = BYTES_MAX }) => {
     engine?.close();
     told = [];
+    sources = [];
     const options = { bytesMax, base: "/static/", remembered, remember: (text) => told.push(text) };
-    const start = performance.now();
     engine = await openWith(options, names ? familyOf(names) : FAMILY);
-    return { note: engine.note, told, seconds: (performance.now() - start) / 1000, memory: engine.memory };
+    return { note: engine.note, told, memory: engine.memory };
   },
   prove: () => prove(engine),
   tile,
@@ -106,6 +116,15 @@ const ORDERS = {
     const before = submissions;
     const ended = await tile(order);
     return { ended, submissions: submissions - before };
+  },
+  compiled: ({ text }) => sources.filter((source) => source.includes(text)).length,
+  /** An int8 product, with what is wrong with it, or "". */
+  multiplyBytes: async () => {
+    const [m, n, k] = [9, 11, 140];
+    const [a, b] = [operand("i8", m, k, 1, 1), operand("i8", n, k, 2, 1)];
+    const side = ({ bytes, scales }) => ({ bytes, scales, dtype: "i8", across: k, along: 1 });
+    const c = await engine.multiply({ m, n, k, a: side(a), b: side(b), cRow: n, accuracy: "rowwise" });
+    return fault({ m, n, k, a: a.values, bt: b.values }, c);
   },
   refuse: ({ count, from }) => {
     refusals = count;

@@ -6,6 +6,7 @@
  * contestants compares them within each round. A contestant whose product is wrong, or that cannot run, is refused with
  * the reason and not timed.
  */
+import { words } from "/static/js/engines/errors.js";
 import { judge } from "./operands.js";
 
 /**
@@ -65,7 +66,7 @@ export async function compete(title, n, entries, { rounds, roundMs }) {
       field.push({ contestant, calls: Math.max(1, Math.round(roundMs / 1000 / seconds)) });
       measured.gflops[name] = [];
     } catch (error) {
-      measured.refused.push({ name, reason: error instanceof Error ? error.message : String(error) });
+      measured.refused.push({ name, reason: words(error) });
     }
   }
   await say(`${title} ${n}: ${rounds} rounds of ${Object.keys(measured.gflops).join(", ")}`);

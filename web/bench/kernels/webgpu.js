@@ -33,7 +33,7 @@ export async function run(plan) {
 async function ours() {
   const start = performance.now();
   let choice = "";
-  const remember = (/** @type {string} */ text) => void (choice = JSON.parse(text).kernels.f32);
+  const remember = (/** @type {string} */ text) => void (choice = JSON.parse(text).kernel);
   /** @type {Promise<import("../../types/engine.js").Engine>} */
   const opened = import("/static/js/engines/webgpu.js").then(({ open }) => fresh(open, remember));
   const joined = await opened.then(() => (performance.now() - start) / 1000, () => null);

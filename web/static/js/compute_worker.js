@@ -10,7 +10,7 @@
  */
 import { prove, proveLarge } from "./engines/check.js";
 import { choose } from "./engines/choice.js";
-import { EngineGone, MissingPanel, OutOfMemory } from "./engines/errors.js";
+import { EngineGone, MissingPanel, OutOfMemory, words } from "./engines/errors.js";
 
 /**
  * @typedef {import("./protocol.js").Lease} Lease
@@ -111,7 +111,7 @@ async function change() {
     self_.postMessage({ is: "able", kernel: engine.kernel, depth: engine.depth, flops, trials });
     queue.forEach(wake);
   } catch (error) {
-    self_.postMessage({ is: "unable", reason: error instanceof Error ? error.message : String(error) });
+    self_.postMessage({ is: "unable", reason: words(error) });
   }
 }
 
@@ -122,7 +122,7 @@ async function proveAgain(current) {
     await prove(current);
     await proveLarge(current, flops);
   } catch (error) {
-    leave(current, error instanceof Error ? error.message : String(error));
+    leave(current, words(error));
   }
   running -= 1;
   doubted = false;
@@ -160,7 +160,7 @@ async function compute(current, lease) {
     const heapBytes = current.memory.bytes;
     self_.postMessage({ is: "computed", lease: lease.lease, bytes, seconds, heapBytes }, [bytes.buffer]);
   } catch (error) {
-    const text = error instanceof Error ? error.message : String(error);
+    const text = words(error);
     if (error instanceof EngineGone) {
       leave(current, text);
       fail(lease, "memory", text, [lease.a, lease.b]);

@@ -1,4 +1,7 @@
 /** The little of the DOM that pages need. What others wrote (names, reasons, samples) goes in as text, never as markup. */
+import { words } from "./engines/errors.js";
+
+export { words };
 
 /** The element with that id; a page without it is our bug. @param {string} id @returns {HTMLElement} */
 export function $(id) {
@@ -51,9 +54,6 @@ export function failed(message) {
   text("failed", message);
   show("failed", message !== "");
 }
-
-/** @param {unknown} error */
-export const words = (error) => (error instanceof Error ? error.message : String(error));
 
 /**
  * Runs `work` now and then again and again, `pauseMs` after each end, while the page is visible.

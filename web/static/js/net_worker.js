@@ -8,6 +8,7 @@
  */
 import { shares } from "./device_limits.js";
 import { alone } from "./engines/choice.js";
+import { words } from "./engines/errors.js";
 import { decode, encode, ProtocolError } from "./protocol.js";
 import { Session } from "./session.js";
 
@@ -73,7 +74,7 @@ async function begin(given) {
     });
   } catch (error) {
     workers.forEach((worker) => worker.terminate());
-    return self_.postMessage({ is: "unable", reason: error instanceof Error ? error.message : String(error) });
+    return self_.postMessage({ is: "unable", reason: words(error) });
   }
   setInterval(() => {
     carryOut(session?.tick(now()));

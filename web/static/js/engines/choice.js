@@ -6,6 +6,7 @@
  * scalar WASM is what is left without SIMD, and Pyodide, 13 MB to load, what is left without anything else.
  */
 import { prove, proveLarge, speed } from "./check.js";
+import { words } from "./errors.js";
 
 /**
  * @typedef {import("../../../types/engine.js").Engine} Engine
@@ -81,7 +82,6 @@ async function attempt(load, name, options) {
     return { trial: { kernel: engine.kernel, flops, reason: engine.note }, engine };
   } catch (error) {
     engine?.close();
-    const reason = error instanceof Error ? error.message : String(error);
-    return { trial: { kernel: engine?.kernel ?? name, flops: 0, reason }, engine: null };
+    return { trial: { kernel: engine?.kernel ?? name, flops: 0, reason: words(error) }, engine: null };
   }
 }

@@ -6,6 +6,7 @@
  * wheel with both builds of the kernel (kernels_wasm/pyodide). Panels are Python bytearrays and the kernel works on them
  * where they are. It needs no more of the content security policy than any WebAssembly. Left out: NumPy, threads.
  */
+import { refuseEmpty } from "./errors.js";
 import { PanelStore } from "./panel_store.js";
 import { PyodideHeap } from "./pyodide_heap.js";
 
@@ -44,7 +45,7 @@ const ELEMENT_BYTES = 4;
 const TYPES = { f32: 0, bf16: 1, f16: 2, i8: 3 };
 
 /** @implements {Engine} */
-export class PyodideEngine {
+class PyodideEngine {
   depth = 1;
   #python;
   #kernel;
@@ -82,6 +83,7 @@ export class PyodideEngine {
 
   /** @param {TileWork} work */
   async compute({ batch, m, n, k, a, b, accuracy }) {
+    refuseEmpty({ batch, m, n, k });
     const placeA = this.#panels.get(a), placeB = this.#panels.get(b);
     const scratchBytes = accuracy === "normwise" ? this.#kernel.fast_scratch_bytes(m, n, k) : 0;
     const mine = [this.#heap.alloc(ELEMENT_BYTES * batch * m * n)];
@@ -98,6 +100,7 @@ export class PyodideEngine {
 
   /** @param {Problem} problem */
   async multiply({ m, n, k, a, b, cRow, c, bias, accuracy }) {
+    refuseEmpty({ m, n, k });
     /** @type {Place[]} */
     const mine = [];
     /** @type {Lines[]} */

@@ -6,6 +6,7 @@
  * used by every tile that names it. A tile's product lives there only while it is computed; what leaves is a fresh buffer
  * that can be handed over without a copy. When the heap is full the tile fails and the engine goes on with what it has.
  */
+import { refuseEmpty } from "./errors.js";
 import { PanelStore } from "./panel_store.js";
 import { WasmHeap } from "./wasm_heap.js";
 
@@ -36,7 +37,7 @@ const ELEMENT_BYTES = 4;
 const TYPES = { f32: 0, bf16: 1, f16: 2, i8: 3 };
 
 /** @implements {Engine} */
-export class WasmEngine {
+class WasmEngine {
   depth = 1;
   note = "";
   #exports;
@@ -74,6 +75,7 @@ export class WasmEngine {
 
   /** @param {TileWork} work */
   async compute({ batch, m, n, k, a, b, accuracy }) {
+    refuseEmpty({ batch, m, n, k });
     const atA = this.#panels.get(a), atB = this.#panels.get(b);
     const size = ELEMENT_BYTES * batch * m * n;
     const scratchBytes = accuracy === "normwise" ? (this.#exports.gemm_fast_scratch_bytes?.(m, n, k) ?? 0) : 0;
@@ -96,6 +98,7 @@ export class WasmEngine {
 
   /** @param {Problem} problem */
   async multiply({ m, n, k, a, b, cRow, c, bias, accuracy }) {
+    refuseEmpty({ m, n, k });
     /** @type {number[]} */
     const mine = [];
     const load = (/** @type {Uint8Array<ArrayBuffer>} */ bytes) => {

@@ -6,7 +6,7 @@
  * way fails as if memory had been short (its panels are lost and have to come again); when no GPU comes, it and every tile
  * after it fail with EngineGone.
  */
-import { EngineGone, OutOfMemory } from "./errors.js";
+import { EngineGone, OutOfMemory, refuseEmpty } from "./errors.js";
 import { openDevice } from "./webgpu_device.js";
 import { FAMILY } from "./webgpu_family.js";
 import { GpuPanels } from "./webgpu_panels.js";
@@ -22,16 +22,17 @@ import { fromText, toText, tune } from "./webgpu_tuner.js";
  * @typedef {import("../../../types/engine.js").TileWork} TileWork
  * @typedef {import("./webgpu_memory.js").Block} Block
  * @typedef {import("./webgpu_family.js").Member} Member
+ * @typedef {import("./webgpu_family.js").Form} Form
  * @typedef {import("./webgpu_product.js").Side} Side
  * @typedef {import("./webgpu_product.js").Work} Work
  * @typedef {import("./webgpu_tuner.js").Choice} Choice
- * @typedef {{ gpu: GpuSession, choice: Choice }} Tuned
+ * @typedef {{ gpu: GpuSession, choice: Choice, others: Map<Form, Promise<Choice|null>> }} Tuned others: than float32
  */
 
 const DEPTH = 2;
 
 /** @implements {Engine} */
-export class WebGpuEngine {
+class WebGpuEngine {
   kernel = "webgpu";
   depth = DEPTH;
   note = "";
@@ -79,7 +80,8 @@ export class WebGpuEngine {
   }
 
   /** @param {TileWork} work */
-  compute({ batch, m, n, k, a, b }) {
+  async compute({ batch, m, n, k, a, b }) {
+    refuseEmpty({ batch, m, n, k });
     return this.#inTurn(async ({ gpu, choice }) => {
       const held = [];
       try {
@@ -87,7 +89,7 @@ export class WebGpuEngine {
         const [sideA, sideB] = held.map(({ raw, packed }) =>
           ({ raw, packed, dtype: /** @type {const} */ ("f32"), across: k, along: 1, scales: null }));
         const shape = { batch, m, n, k, row: n, count: batch * m * n, c: null, bias: null };
-        return await product(gpu, choice.kernels.f32, { ...shape, a: sideA, b: sideB });
+        return await product(gpu, choice.member, { ...shape, a: sideA, b: sideB });
       } finally {
         held.forEach((panel) => this.#panels.release(panel));
       }
@@ -96,7 +98,10 @@ export class WebGpuEngine {
 
   /** @param {Problem} problem */
   async multiply({ m, n, k, a, b, cRow, c, bias }) {
-    const { bytes } = await this.#inTurn(async ({ gpu, choice }) => {
+    refuseEmpty({ m, n, k });
+    const { bytes } = await this.#inTurn(async (tuned) => {
+      const { gpu } = tuned;
+      const member = await this.#memberFor(tuned, a.dtype === b.dtype && a.dtype !== "bf16" ? a.dtype : "f32");
       /** @type {Block[]} */
       const taken = [];
       const take = (/** @type {Uint8Array<ArrayBuffer>} */ data) => {
@@ -110,13 +115,24 @@ export class WebGpuEngine {
         const out = { row: cRow, count: c?.length ?? (m - 1) * cRow + n, c: c ?? null, bias: bias ?? null };
         const work = { batch: 1, m, n, k, a: side(a), b: side(b), ...out };
         await Promise.all(taken.map(({ ready }) => ready));
-        const form = a.dtype === b.dtype && a.dtype !== "bf16" ? a.dtype : "f32";
-        return await product(gpu, choice.kernels[form] ?? choice.kernels.f32, work);
+        return await product(gpu, member, work);
       } finally {
         taken.forEach((block) => gpu.memory.give(block));
       }
     });
     return new Float32Array(bytes.buffer);
+  }
+
+  /**
+   * The fastest kernel for such operands, measured when first asked for; where that is float32's, they are expanded.
+   * @param {Tuned} tuned @param {Form} form
+   */
+  async #memberFor({ gpu, choice, others }, form) {
+    if (form === "f32") return choice.member;
+    const other = others.get(form) ?? tune(gpu, this.#family, form).catch(() => null);
+    others.set(form, other);
+    const measured = await other;
+    return measured && measured.flops > choice.flops ? measured.member : choice.member;
   }
 
   close() {
@@ -136,7 +152,7 @@ export class WebGpuEngine {
     };
     try {
       const known = await gpu.whileAlive(fromText(gpu, this.#family, this.#options.remembered));
-      const choice = known ?? (await gpu.whileAlive(tune(gpu, this.#family)));
+      const choice = known ?? (await gpu.whileAlive(tune(gpu, this.#family, "f32")));
       if (this.#closed || gpu.lost) throw new Error("the GPU went while it was measured");
       if (!known) this.#options.remember(toText(identity, choice));
       // Another GPU may follow this one, and this one may come back.
@@ -145,7 +161,7 @@ export class WebGpuEngine {
       this.note = noteOf(gpu, choice);
       this.#gpu = gpu;
       this.#panels.moveTo(gpu.memory);
-      return { gpu, choice };
+      return { gpu, choice, others: new Map() };
     } catch (error) {
       device.destroy();
       throw error;
@@ -200,9 +216,8 @@ export class WebGpuEngine {
 }
 
 /** @param {GpuSession} gpu @param {Choice} choice */
-function noteOf({ identity }, { kernels, dropped }) {
-  const names = Object.entries(kernels).map(([form, { name }]) => `${form}: ${name}`);
-  return [`${identity}, ${names.join(", ")}`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
+function noteOf({ identity }, { member, dropped }) {
+  return [`${identity}, ${member.name}`, ...dropped.map((text) => `not used: ${text}`)].join("; ");
 }
 
 /** @type {import("../../../types/engine.js").Open} */

@@ -1,10 +1,12 @@
 /**
  * Which kernel of the family this device uses: measured here once, remembered for this adapter.
  *
- * A fixed kernel reaches about 60% of each GPU's own best, the worst ones a third. So every kernel that the device can run
- * is compiled, proved and timed, those of float32 first, until the time is up; then the best few take turns once more. A
- * text from another adapter, another version of the family or another program is ignored.
+ * A fixed kernel reaches about 60% of each GPU's own best, the worst ones a third. So every kernel of a form that the device
+ * can run is compiled, proved and timed until the time is up; then the best few take turns once more. At join that is
+ * float32, the form of panels, and it is remembered; the others wait until someone multiplies such operands. A text from
+ * another adapter, another version of the family or another program is ignored.
  */
+import { words } from "./errors.js";
 import { FAMILY_VERSION } from "./webgpu_family.js";
 import { faultOf, operand } from "./webgpu_answers.js";
 import { product } from "./webgpu_product.js";
@@ -14,8 +16,7 @@ import { product } from "./webgpu_product.js";
  * @typedef {import("./webgpu_family.js").Member} Member
  * @typedef {import("./webgpu_family.js").Form} Form
  * @typedef {import("./webgpu_product.js").Work} Work
- * @typedef {Partial<Record<Form, Member>> & { f32: Member }} Kernels the one for each form; without one, operands are expanded
- * @typedef {{ kernels: Kernels, flops: number, dropped: string[] }} Choice
+ * @typedef {{ member: Member, flops: number, dropped: string[] }} Choice the fastest kernel of a form
  * @typedef {{ member: Member, flops: number }} Trial
  */
 
@@ -28,46 +29,36 @@ const FINALISTS = 3;
 const ROUNDS = 3;
 
 /**
- * @param {GpuSession} gpu @param {Member[]} family @param {() => number} [now] ms
- * @returns {Promise<Choice>} rejects when no float32 kernel works
+ * @param {GpuSession} gpu @param {Member[]} family @param {Form} form
+ * @returns {Promise<Choice>} rejects when no kernel of this form works
  */
-export async function tune(gpu, family, now = () => performance.now()) {
-  const until = now() + 1000 * TUNE_SECONDS;
+export async function tune(gpu, family, form) {
+  const until = performance.now() + 1000 * TUNE_SECONDS;
   /** @type {Trial[]} */
   const trials = [];
   /** @type {string[]} */
   const dropped = [];
-  const runnable = family.filter((member) => runs(gpu, member));
-  for (const member of runnable) {
-    // Out of time: still one float32 kernel is needed.
-    if (now() > until && trials.some((trial) => trial.member.form === "f32")) break;
+  for (const member of family.filter((each) => each.form === form && runs(gpu, each))) {
+    if (performance.now() > until && trials.length) break; // one is needed, however slow
     try {
       const wrong = await faultOf(gpu, member);
       if (wrong) throw new Error(wrong);
       trials.push({ member, flops: await speedOf(gpu, member) });
     } catch (error) {
       if (gpu.lost) throw error;
-      dropped.push(`${member.name}: ${error instanceof Error ? error.message : String(error)}`);
+      dropped.push(`${member.name}: ${words(error)}`);
     }
   }
-  for (let round = 0; round < ROUNDS && now() < until; round += 1) {
-    for (const trial of fastest(trials, "f32").slice(0, FINALISTS)) {
+  const fastest = () => trials.sort((x, y) => y.flops - x.flops);
+  for (let round = 0; round < ROUNDS && performance.now() < until; round += 1) {
+    for (const trial of fastest().slice(0, FINALISTS)) {
       trial.flops = Math.max(trial.flops, await speedOf(gpu, trial.member));
     }
   }
-  const [best] = fastest(trials, "f32");
+  const [best] = fastest();
   if (!best) throw new Error(`no kernel works on this GPU: ${dropped.join("; ")}`);
-  /** @type {Kernels} */
-  const kernels = { f32: best.member };
-  for (const form of /** @type {const} */ (["f16", "i8"])) {
-    const [first] = fastest(trials, form);
-    if (first && first.flops > best.flops) kernels[form] = first.member;
-  }
-  return { kernels, flops: best.flops, dropped };
+  return { ...best, dropped };
 }
-
-/** @param {Trial[]} trials @param {Form} form */
-const fastest = (trials, form) => trials.filter(({ member }) => member.form === form).sort((x, y) => y.flops - x.flops);
 
 /** Whether the device has what a member needs. @param {GpuSession} gpu @param {Member} member */
 function runs({ device: { features, limits } }, { needs, language, sharedBytes, wide, high }) {
@@ -116,37 +107,28 @@ async function timed(gpu, member, work) {
 }
 
 /** @param {string} identity @param {Choice} choice @returns {string} what to remember */
-export function toText(identity, { kernels, flops }) {
-  const names = Object.fromEntries(Object.entries(kernels).map(([form, member]) => [form, member.name]));
-  return JSON.stringify({ adapter: identity, family: FAMILY_VERSION, kernels: names, flops: Math.round(flops) });
+export function toText(identity, { member, flops }) {
+  return JSON.stringify({ adapter: identity, family: FAMILY_VERSION, kernel: member.name, flops: Math.round(flops) });
 }
 
 /**
- * The remembered choice, proved again; null where the text does not fit this adapter or this family, or the kernels fail.
+ * The remembered choice, proved again; null where the text does not fit this adapter or this family, or the kernel fails.
  * @param {GpuSession} gpu @param {Member[]} family @param {string|null} text @returns {Promise<Choice|null>}
  */
 export async function fromText(gpu, family, text) {
-  const kernels = parse(text, gpu, family);
-  if (!kernels) return null;
-  for (const member of Object.values(kernels.members)) {
-    const wrong = await faultOf(gpu, member).catch((error) => String(error));
-    if (wrong) return null;
-  }
-  return { kernels: kernels.members, flops: kernels.flops, dropped: [] };
+  const known = parse(text, gpu, family);
+  const wrong = known && (await faultOf(gpu, known.member).catch(String));
+  return known && !wrong ? { ...known, dropped: [] } : null;
 }
 
-/**
- * @param {string|null} text @param {GpuSession} gpu @param {Member[]} family
- * @returns {{ members: Kernels, flops: number }|null}
- */
+/** @param {string|null} text @param {GpuSession} gpu @param {Member[]} family @returns {Trial|null} */
 function parse(text, gpu, family) {
   try {
-    const { adapter, family: version, kernels, flops } = JSON.parse(text ?? "null") ?? {};
-    if (adapter !== gpu.identity || version !== FAMILY_VERSION || !(Number.isFinite(flops) && flops >= FLOPS[0] && flops <= FLOPS[1])) return null;
-    const members = Object.entries(kernels).map(([form, name]) =>
-      [form, family.find((member) => member.name === name && member.form === form && runs(gpu, member))]);
-    const known = members.every(([, member]) => member) && Object.fromEntries(members);
-    return known && known.f32 ? { members: known, flops } : null;
+    const { adapter, family: version, kernel, flops } = JSON.parse(text ?? "null") ?? {};
+    const possible = Number.isFinite(flops) && flops >= FLOPS[0] && flops <= FLOPS[1];
+    if (adapter !== gpu.identity || version !== FAMILY_VERSION || !possible) return null;
+    const member = family.find(({ name, form }) => name === kernel && form === "f32");
+    return member && runs(gpu, member) ? { member, flops } : null;
   } catch {
     return null;
   }
