@@ -1,4 +1,4 @@
-"""The command `tileweave`: serve, submit, jobs, volunteer, simulate, demo, bench.
+"""The command `tileweave`: serve, submit, run, jobs, volunteer, simulate, demo, bench.
 
 The idea: this file only reads options and prints; every command imports what it needs when it runs, so that `--help`
 is quick and a volunteer never loads the server. With `--json` a command prints one JSON object on standard output and
@@ -126,6 +126,35 @@ def submit(
             assert recipe is not None
             job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name, data, accuracy))
     _print(job, as_json, f"job {job['id']}: {url}/jobs/{job['id']}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python file, or with -m a module; then its own arguments.")],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
+    name: Annotated[str, typer.Option(help="A name for people.")] = "",
+    steps: Annotated[int, typer.Option(min=0, help="How many steps it makes, for the progress; 0: not known.")] = 0,
+    accuracy: Annotated[str, typer.Option(help="What products are checked for: rowwise or normwise.")] = "rowwise",
+    url: Url = URL_DEFAULT,
+    token: Token = None,
+) -> None:
+    """Run a PyTorch script of your own, unmodified, with its GEMMs on the server's devices.
+
+    The server must run on this machine, as the same user: operands go through shared memory."""
+    from backend.run import run_script
+
+    if not module and not Path(script).is_file():
+        _fail(f"got {script}, expected a Python file, or -m and the name of a module", 2)
+    with _client(url, token) as client:
+        job = _answer(lambda: client.submit_run(name or Path(script).name, steps, accuracy))
+        print(f"job {job['id']}: {url}/jobs/{job['id']}", file=sys.stderr)
+        command = ["-m", script] if module else [script]
+        try:
+            status = run_script(client, job["id"], [*command, *context.args])
+        except (OSError, RuntimeError) as error:
+            _fail(str(error), 1)
+    raise typer.Exit(status)
 
 
 @jobs_app.command("list")

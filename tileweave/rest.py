@@ -61,6 +61,10 @@ class Client:
             body["steps"] = steps
         return self._json("POST", "/jobs", json=body)
 
+    def submit_run(self, name: str = "", steps: int = 0, accuracy: str = "rowwise") -> Json:
+        """A place for a script that runs beside the server; gives the job. `steps` 0: not known."""
+        return self._json("POST", "/jobs", json={"kind": "run", "name": name, "steps": steps, "accuracy": accuracy})
+
     def submit_gemm(self, a: Path, b: Path, name: str = "", accuracy: str = "rowwise") -> Json:
         """Submit the product of two float32 matrices in .npy or .safetensors files; gives the job. `accuracy`: what the
         product is checked for."""

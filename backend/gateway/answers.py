@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -35,11 +35,15 @@ def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> 
     return JsonResponse({"detail": detail[:DETAIL_CHARS_MAX]}, status, headers)
 
 
-def explain(error: ValidationError | RequestValidationError, start: tuple[str, ...] = ()) -> str:
-    """What is wrong with each field: where, what was expected, and what was got."""
+def explain(
+    error: ValidationError | RequestValidationError, start: tuple[str, ...] = (), tags: Collection[str] = ()
+) -> str:
+    """What is wrong with each field: where, what was expected, and what was got. `tags`: of a union, which users do not
+    see."""
     problems = []
     for item in error.errors()[:PROBLEMS_SHOWN_MAX]:
-        path = ".".join(str(part) for part in (*start, *item["loc"]) if part not in ("body", "query", "path"))
+        loc = item["loc"][1:] if item["loc"][:1] and item["loc"][0] in tags else item["loc"]
+        path = ".".join(str(part) for part in (*start, *loc) if part not in ("body", "query", "path"))
         got = repr(item.get("input"))
         problems.append(f"{path or 'body'}: {item['msg']}; got {got if len(got) <= 80 else got[:77] + '...'}")
     return "; ".join(problems)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import structlog
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.responses import Response, StreamingResponse
 
 from backend.gateway.answers import JsonResponse, explain
@@ -56,11 +56,26 @@ class TrainRequest(BaseModel):
     weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
 
 
+class RunRequest(BaseModel):
+    """What POST /jobs takes as JSON for a script that runs beside the server (`tileweave run`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["run"]
+    steps: int = Field(default=0, ge=0, description="0: not known")
+    accuracy: Accuracy = "rowwise"
+    name: str = Field(default="", max_length=100)
+    weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
+
+
+WANTED: TypeAdapter[TrainRequest | RunRequest] = TypeAdapter(
+    Annotated[TrainRequest | RunRequest, Field(discriminator="kind")]
+)
 JSON_BODY = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": TrainRequest.model_json_schema()},
+            "application/json": {"schema": WANTED.json_schema()},
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
@@ -81,7 +96,8 @@ JSON_BODY = {
 
 @router.post("/jobs", status_code=201, dependencies=[Depends(require_admin)], openapi_extra=JSON_BODY)
 async def create_job(request: Request) -> Response:
-    """Submit a training job (JSON) or the product of two matrices (multipart: kind=gemm, files a and b)."""
+    """Submit a training job or a place for a script of your own (JSON), or the product of two matrices (multipart:
+    kind=gemm, files a and b)."""
     gateway = gateway_of(request)
     if await gateway.store(gateway.jobs.count, ["queued"]) >= gateway.settings.jobs_queued_max:
         raise HTTPException(503, f"{gateway.settings.jobs_queued_max} jobs are waiting, the most there may be",
@@ -90,16 +106,26 @@ async def create_job(request: Request) -> Response:
     if content_type.lower().startswith("multipart/form-data"):
         job = await _create_gemm(gateway, request, content_type)
     else:
-        job = await gateway.store(gateway.jobs.create, await _train_spec(gateway, request), time.time())
+        job = await gateway.store(gateway.jobs.create, await _json_spec(gateway, request), time.time())
     await _wake(gateway)
     return JsonResponse(await render_job(gateway, job), 201, {"Location": f"/api/v1/jobs/{job.id}"})
 
 
-async def _train_spec(gateway: Gateway, request: Request) -> JobSpec:
+async def _json_spec(gateway: Gateway, request: Request) -> JobSpec:
     try:
-        wanted = TrainRequest.model_validate_json(await request.body())
+        wanted = WANTED.validate_json(await request.body())
     except ValidationError as error:
-        raise HTTPException(422, explain(error)) from None
+        raise HTTPException(422, explain(error, tags=("train", "run"))) from None
+    if wanted.steps is not None and wanted.steps > gateway.settings.steps_max:
+        raise HTTPException(422, f"steps: got {wanted.steps}, expected at most {gateway.settings.steps_max}")
+    if isinstance(wanted, TrainRequest):
+        return await _train_spec(gateway, wanted)
+    return JobSpec(
+        kind="run", name=clean_text(wanted.name), steps=wanted.steps, accuracy=wanted.accuracy, weight=wanted.weight
+    )
+
+
+async def _train_spec(gateway: Gateway, wanted: TrainRequest) -> JobSpec:
     recipe = RECIPES.get(wanted.recipe)
     if recipe is None or wanted.recipe == "gemm":
         known = ", ".join(name for name in RECIPES if name != "gemm")
@@ -108,9 +134,6 @@ async def _train_spec(gateway: Gateway, request: Request) -> JobSpec:
         config = recipe.config.model_validate(wanted.config)
     except ValidationError as error:
         raise HTTPException(422, explain(error, ("config",))) from None
-    steps = wanted.steps or recipe.default_steps
-    if steps > gateway.settings.steps_max:
-        raise HTTPException(422, f"steps: got {steps}, expected at most {gateway.settings.steps_max}")
     if wanted.data is not None:
         await gateway.store(_check_data, gateway.settings.datasets_dir, wanted.data)
     return JobSpec(
@@ -119,7 +142,7 @@ async def _train_spec(gateway: Gateway, request: Request) -> JobSpec:
         name=clean_text(wanted.name),
         recipe=recipe.name,
         config=config.model_dump(mode="json"),
-        steps=steps,
+        steps=wanted.steps or recipe.default_steps,
         mode=wanted.mode,
         accuracy=wanted.accuracy,
         weight=wanted.weight,

@@ -22,6 +22,9 @@ from typing import Any, Literal
 from backend.stores.database import Database
 from tileweave.protocol.messages import Accuracy
 
+Kind = Literal["train", "gemm", "run"]
+"""train: a recipe's script; gemm: one product; run: a script that somebody starts beside the server."""
+
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 # From a state to those that may follow. A job whose processes died stays `running`: its next epoch begins.
@@ -41,9 +44,10 @@ METRICS_LIMIT_MAX = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What the admin asked for. `data` names a dataset, `inputs` the uploaded files of a gemm job by role."""
+    """What the admin asked for. `steps` 0: only the script knows. `data` names a dataset, `inputs` the uploaded files
+    of a gemm job by role."""
 
-    kind: Literal["train", "gemm"]
+    kind: Kind
     name: str
     recipe: str = ""
     config: dict[str, Any] = field(default_factory=dict)

@@ -5,6 +5,9 @@ checkpoint, and waits a little longer each time that a run made no step; after `
 job fails with the last lines that its script printed. Which jobs run is read from the store: what is `running` is
 resumed at start, what is `queued` follows in order, what was cancelled is stopped.
 
+A job of kind `run` has a script that somebody else starts on this machine (`tileweave run`): it gets a coordinator, and
+a file beside its logs says how to reach that. What we did not start we cannot start again: such a job has one epoch.
+
     store: queued -> running -------------------> succeeded | failed   (written by the coordinator)
                        |   ^ pair died: next epoch
                        +---> cancelled                                 (written by the gateway; stopped here)
@@ -28,7 +31,7 @@ import structlog
 from backend.settings import Settings
 from backend.stores.jobs import ENDED, LIST_LIMIT_MAX, Job, JobStore, State
 from backend.supervisor.children import Child, Log, ParentPipe, describe_exit, restart_delay_s
-from backend.supervisor.script import script_command, script_path
+from backend.supervisor.script import script_command, script_path, write_attachment
 from backend.switchboard.messages import JobControl, JobGone
 from backend.switchboard.streams import ALLOCATOR_STREAM, Switchboard, coordinator_stream
 from tileweave.script.wire import TOKEN_VARIABLE
@@ -79,14 +82,19 @@ class JobRun:
                 before = self._job()
                 if before.state in ENDED:
                     return
+                if before.kind == "run" and before.epoch > 0:
+                    self._fail("the server was started again, and a script of your own cannot be")
+                    return
                 began_s = time.time()
                 reason = await self._epoch(before)
                 if self._job().state != "running" or self._stopping.is_set():
                     return
+                if before.kind == "run":
+                    self._fail(reason)
+                    return
                 failures = 1 if self._made_a_step(began_s) else failures + 1
                 if failures > self._settings.job_restarts_max:
-                    reason = f"gave up after {failures} runs without a step: {reason}"
-                    self._store.set_state(self.job_id, "failed", reason, time.time(), ["running"])
+                    self._fail(f"gave up after {failures} runs without a step: {reason}")
                     await self._tell("")
                     return
                 delay_s = restart_delay_s(failures)
@@ -98,6 +106,9 @@ class JobRun:
             if self._job().state in ENDED:
                 await self._switchboard.drop_stream(coordinator_stream(self.job_id))
             self._log.info("job ends here", state=self._job().state)
+
+    def _fail(self, reason: str) -> None:
+        self._store.set_state(self.job_id, "failed", reason, time.time(), ["running"])
 
     @property
     def _run_dir(self) -> Path:
@@ -139,10 +150,10 @@ class JobRun:
             await self._switchboard.send(ALLOCATOR_STREAM, [JobGone(job=self.job_id, epoch=epoch)])
 
     async def _start_pair(self, job: Job, epoch: int, directory: Path, pair: list[Child]) -> None:
-        """Appends the coordinator, then the script. The script's socket is bound here, so that neither has to wait."""
+        """Appends the coordinator, and the script if it is ours. Its socket is bound here: neither has to wait."""
         token = secrets.token_urlsafe(32)
         logs = self._settings.jobs_dir.absolute() / self.job_id
-        path = script_path(job)
+        path = None if job.kind == "run" else script_path(job)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(directory / "script.sock"))
             listener.listen(4)
@@ -155,15 +166,18 @@ class JobRun:
                 "coordinator", argv, env, self._pipe, pass_fds=[listener.fileno()], log=Log(logs / "coordinator.log")
             )
             pair.append(coordinator)
+        if path is None:
+            write_attachment(logs, directory / "script.sock", token)
+            return
         argv, env = script_command(path, directory / "script.sock", token, os.environ)
         script = await Child.start(
             "script", argv, env, self._pipe, death_signal=signal.SIGKILL, log=Log(logs / "script.log"), cwd=logs
         )
         pair.append(script)
 
-    async def _watch(self, coordinator: Child, script: Child) -> str:
-        """Waits for an end: of the job, of either process, of us. Why it came."""
-        ends = {asyncio.create_task(child.wait()): child for child in (coordinator, script)}
+    async def _watch(self, *pair: Child) -> str:
+        """Waits for an end: of the job, of any process, of us. Why it came."""
+        ends = {asyncio.create_task(child.wait()): child for child in pair}
         orders = [asyncio.create_task(event.wait()) for event in (self._stopping, self._cancelling)]
         try:
             done, _ = await asyncio.wait([*ends, *orders], return_when=asyncio.FIRST_COMPLETED)

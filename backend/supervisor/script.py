@@ -7,6 +7,7 @@ only the one-off secret of its own socket.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from backend.stores.jobs import Job
 from tileweave.script.wire import SOCKET_VARIABLE, TOKEN_VARIABLE
 
 GEMM_RECIPE = "gemm"
+ATTACHMENT = "attach.json"
 
 
 def script_path(job: Job) -> Path:
@@ -26,6 +28,15 @@ def script_path(job: Job) -> Path:
     if recipe is None:
         raise LookupError(f"got recipe {name!r}, expected one of {sorted(RECIPES)}")
     return recipe.script
+
+
+def write_attachment(folder: Path, socket: Path, token: str) -> None:
+    """Tells a script that we do not start how to reach its coordinator: readable by our own user only."""
+    temporary = folder / f"{ATTACHMENT}.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.touch(mode=0o600, exist_ok=False)
+    temporary.write_text(json.dumps({SOCKET_VARIABLE: str(socket), TOKEN_VARIABLE: token}))
+    temporary.replace(folder / ATTACHMENT)
 
 
 def script_command(

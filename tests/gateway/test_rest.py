@@ -203,6 +203,19 @@ def test_a_job_says_what_its_products_are_checked_for(make_client, accuracy) -> 
         assert world.jobs.get(job).accuracy == (accuracy or "rowwise")
 
 
+def test_a_place_for_a_script_of_ones_own(make_client) -> None:
+    client, world = make_client()
+    assert client.post(f"{API}/jobs", json={"kind": "run"}).status_code == 401
+    answer = client.post(f"{API}/jobs", headers=ADMIN, json={"kind": "run", "name": "mine", "accuracy": "normwise"})
+    assert answer.status_code == 201, answer.text
+    job = answer.json()
+    assert (job["kind"], job["name"], job["steps"], job["eta_s"]) == ("run", "mine", None, None)
+    assert world.jobs.get(job["id"]).accuracy == "normwise"
+    for body, word in (({"kind": "run", "recipe": "gpt-bytes"}, "recipe: "), ({"kind": "walk"}, "'train', 'run'")):
+        refused = client.post(f"{API}/jobs", headers=ADMIN, json=body)
+        assert refused.status_code == 422 and refused.json()["detail"].startswith(word) or word in refused.text
+
+
 def test_pickles_are_refused(make_client) -> None:
     client, _ = make_client()
     evil = io.BytesIO()

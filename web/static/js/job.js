@@ -28,7 +28,7 @@ function draw(now) {
   /** @type {HTMLProgressElement} */ ($("progress")).value = progress(now);
   text("eta", now.eta_s === null || ENDED.includes(now.state) ? "" : `about ${duration(now.eta_s)} left`);
   text("step", number(now.step ?? 0));
-  text("steps", `of ${number(now.steps)}`);
+  text("steps", now.steps ? `of ${number(now.steps)}` : "");
   text("loss", loss(now.loss));
   text("first-loss", now.first_loss === null ? "" : `from ${loss(now.first_loss)}`);
   const held = now.validation;
