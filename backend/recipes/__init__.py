@@ -11,9 +11,19 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from backend.recipes.configs import GemmConfig, GptBytesConfig
+from backend.recipes.configs import CnnConfig, GemmConfig, GptBytesConfig, LlamaConfig, LoraConfig, MlpConfig, VitConfig
 
-__all__ = ["RECIPES", "GemmConfig", "GptBytesConfig", "Recipe"]
+__all__ = [
+    "RECIPES",
+    "CnnConfig",
+    "GemmConfig",
+    "GptBytesConfig",
+    "LlamaConfig",
+    "LoraConfig",
+    "MlpConfig",
+    "Recipe",
+    "VitConfig",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Recipe:
 
 
 _HERE = Path(__file__).parent
+_IMAGES = "data is a safetensors file of images and labels; without one, patterns drawn from the seed, under noise."
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -40,6 +51,46 @@ RECIPES: dict[str, Recipe] = {
             GptBytesConfig,
             _HERE / "gpt_bytes.py",
             200,
+        ),
+        Recipe(
+            "llama",
+            "Byte-level llama",
+            "As gpt-bytes, of llama's blocks: RMSNorm, rotary places, a gated MLP, grouped heads.",
+            LlamaConfig,
+            _HERE / "llama.py",
+            200,
+        ),
+        Recipe(
+            "lora",
+            "Fine-tuning by adapters",
+            "Adapters for a checkpoint of gpt-bytes or llama: data is that file, or a folder with it and text.",
+            LoraConfig,
+            _HERE / "lora.py",
+            100,
+        ),
+        Recipe(
+            "mlp",
+            "Image classifier: perceptron",
+            f"A multilayer perceptron names images: {_IMAGES}",
+            MlpConfig,
+            _HERE / "mlp.py",
+            100,
+        ),
+        Recipe(
+            "cnn",
+            "Image classifier: convolutions",
+            f"A small residual network names images: {_IMAGES}",
+            CnnConfig,
+            _HERE / "cnn.py",
+            100,
+        ),
+        Recipe(
+            "vit",
+            "Image classifier: vision transformer",
+            f"A vision transformer names images: {_IMAGES}",
+            VitConfig,
+            _HERE / "vit.py",
+            100,
         ),
         Recipe(
             "gemm",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backend.recipes.configs import ByteConfig
+from backend.recipes.draws import generator
 from backend.recipes.optimizer import adamw, rate
 from tileweave.script.task import Task
 
@@ -28,15 +29,15 @@ VALIDATION_BATCHES = 8
 PROMPT = b"\ndef "
 
 
-def read_data(path: str | None) -> Tensor:
-    """The text as (N,) uint8: a file, a folder's files in order of their names, or Python's own library."""
+def read_data(path: str | None, without: Path | None = None) -> Tensor:
+    """The text as (N,) uint8: a file, a folder's files in order of their names but for one, or Python's own library."""
     root = Path(path or sysconfig.get_paths()["stdlib"])
     if root.is_file():
         files: list[Path] = [root]
     elif path is None:
         files = sorted(p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
     else:
-        files = sorted(p for p in islice(root.rglob("*"), FILES_MAX) if p.is_file())
+        files = sorted(p for p in islice(root.rglob("*"), FILES_MAX) if p.is_file() and p != without)
     text = bytearray()
     for file in files:
         with file.open("rb") as opened:
@@ -60,8 +61,7 @@ def split(data: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 def batch(data: Tensor, c: ByteConfig, number: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each (B, T): windows drawn by (seed, number)."""
-    draw = torch.Generator().manual_seed((c.seed * 1_000_003 + number) % (1 << 63))
-    starts = torch.randint(len(data) - c.context, (c.batch,), generator=draw)  # (B,)
+    starts = torch.randint(len(data) - c.context, (c.batch,), generator=generator(c.seed, number))  # (B,)
     windows = data[starts[:, None] + torch.arange(c.context + 1)].long()  # (B, T + 1)
     return windows[:, :-1], windows[:, 1:]
 

@@ -55,13 +55,70 @@ class TransformerConfig(ByteConfig):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        _check_heads(self.heads, self.width)
         return self
 
 
 class GptBytesConfig(TransformerConfig):
     """A GPT over bytes. The defaults are a demo: from a loss of about 5.6 to below 2.5 in 200 steps."""
+
+
+class LlamaConfig(TransformerConfig):
+    """A llama-style model over bytes."""
+
+    kv_heads: int = Field(2, ge=1, le=64, description="heads of keys and values")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.width // self.heads % 2:
+            raise ValueError(f"width {self.width} over heads {self.heads} is odd: a head's numbers are turned in pairs")
+        return self
+
+
+class LoraConfig(ByteConfig):
+    """Adapters for a checkpoint of gpt-bytes or llama, whose shape is read off it but for `heads`."""
+
+    heads: int = Field(4, ge=1, le=64, description="as the base was trained with")
+    rank: int = Field(8, ge=1, le=1024)
+    alpha: float = Field(16.0, gt=0, le=1e6, description="the adapters count alpha / rank times")
+    weight_decay: float = Field(0.0, ge=0, le=1)
+
+
+class MlpConfig(TrainConfig):
+    """A multilayer perceptron over images. Drawn ones: in 100 steps 89 of 100 right, of 91 that can be."""
+
+    batch: int = Field(256, ge=1, le=65_536, description="images of a step")
+    lr: float = Field(1e-3, gt=0, le=1)
+    layers: int = Field(3, ge=1, le=48)
+    width: int = Field(1024, ge=1, le=16_384)
+
+
+class CnnConfig(TrainConfig):
+    """A residual network over images. Drawn ones: in 100 steps 60 of 100 right."""
+
+    batch: int = Field(32, ge=1, le=65_536, description="images of a step")
+    lr: float = Field(2e-3, gt=0, le=1)
+    layers: int = Field(3, ge=1, le=6, description="stages, each of half the side and twice the channels")
+    blocks: int = Field(1, ge=1, le=16, description="residual blocks of a stage")
+    width: int = Field(32, ge=4, le=1024, multiple_of=4, description="channels of the first stage")
+
+
+class VitConfig(TrainConfig):
+    """A vision transformer. Drawn ones: in 100 steps 57 of 100 right."""
+
+    batch: int = Field(64, ge=1, le=65_536, description="images of a step")
+    lr: float = Field(1e-3, gt=0, le=1)
+    layers: int = Field(4, ge=1, le=48)
+    width: int = Field(128, ge=8, le=4096)
+    heads: int = Field(4, ge=1, le=64)
+    patch: int = Field(4, ge=1, le=64, description="side of a patch, in pixels")
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        _check_heads(self.heads, self.width)
+        return self
 
 
 class GemmConfig(BaseModel):
@@ -71,3 +128,8 @@ class GemmConfig(BaseModel):
 
     a: str
     b: str
+
+
+def _check_heads(heads: int, width: int) -> None:
+    if width % heads:
+        raise ValueError(f"width {width} is not a multiple of heads {heads}")

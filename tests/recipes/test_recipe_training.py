@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from backend.recipes import GptBytesConfig, byte_text, gpt_bytes
+from backend.recipes import GptBytesConfig, LlamaConfig, byte_text, gpt_bytes, llama
 from backend.recipes.optimizer import rate
 from tileweave.script.run import Run, local_welcome
 
@@ -70,18 +68,8 @@ def test_training_stops_when_validation_no_longer_improves(text: str, capsys: py
     assert len(list(gpt_bytes.train(Run(local_welcome(12, text)), config.model_copy(update={"patience": None})))) == 12
 
 
-def test_a_resumed_run_goes_on_to_the_last_bit(text: str, tmp_path: Path) -> None:
-    check_resume(gpt_bytes.train, GptBytesConfig(**TINY), text, tmp_path / "checkpoints")
-
-
-def check_resume(train: Any, config: Any, data: str | None, folder: Path) -> None:
-    """Four steps at a stretch, or two, a checkpoint, and two: the same losses."""
-    whole = list(train(Run(local_welcome(4, data)), config))
-    welcome = local_welcome(4, data, str(folder))
-    run = Run(welcome)
-    first = list(islice(train(run, config), 2))
-    run.finish()
-    [checkpoint] = folder.iterdir()
-    second = list(train(Run(msgspec.structs.replace(welcome, resume=str(checkpoint))), config))
-    assert len(first) == len(second) == 2
-    assert first + second == whole
+@pytest.mark.parametrize(("train", "config"), [(gpt_bytes.train, GptBytesConfig), (llama.train, LlamaConfig)])
+def test_a_resumed_run_goes_on_to_the_last_bit(
+    text: str, tmp_path: Path, check_resume: Any, train: Any, config: Any
+) -> None:
+    check_resume(train, config(**TINY), text, tmp_path / "checkpoints")

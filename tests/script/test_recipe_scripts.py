@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
 
-from backend.recipes import RECIPES
+from backend.recipes import RECIPES, GptBytesConfig
+from backend.recipes.gpt_bytes import Gpt
 from tileweave.script import wire
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 32, "batch": 4, "sample_tokens": 5, "sample_every": 2}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama": {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "context": 32, "batch": 4, "sample_tokens": 0},
+    "mlp": {"layers": 1, "width": 16, "batch": 8},
+    "cnn": {"layers": 2, "width": 4, "batch": 4},
+    "vit": {"layers": 1, "width": 16, "heads": 2, "patch": 16, "batch": 4},
+}
 
 
 def run_recipe(peer: Any, name: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +52,40 @@ def test_gpt_bytes_trains_under_a_job_as_alone(start_peer: Any, tmp_path: Path) 
         curves.append([r.loss for r in reports])
         assert all(r.samples == 128 for r in reports)
     np.testing.assert_allclose(curves[0], curves[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recipes_train_and_validate_under_a_job_as_alone(start_peer: Any, name: str) -> None:
+    curves = []
+    for minimum in (1, 1 << 60):
+        config = {**OTHERS[name], "validate_every": 2, "micro_batches": 2}
+        peer = start_peer(steps=3, config=config, min_gemm_flop=minimum)
+        done = run_recipe(peer, name)
+        assert done.returncode == 0, done.stderr
+        reports, validated = peer.of(wire.StepReport), peer.of(wire.Validated)
+        assert [v.step for v in validated] == [2, 3]
+        assert all((r.flop_local, r.flop_offloaded)[minimum == 1] > 0 for r in reports)
+        curves.append([r.loss for r in reports] + [v.value for v in validated])
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-5)
+
+
+def test_lora_under_a_job_names_its_adapters_as_the_result(start_peer: Any, tmp_path: Path) -> None:
+    without = start_peer(steps=1, config={})
+    assert run_recipe(without, "lora").returncode == 1
+    assert "give as data the .safetensors checkpoint" in without.messages[-1].reason
+    model = Gpt(GptBytesConfig(layers=1, width=32, heads=2, context=32))
+    data = tmp_path / "data"
+    data.mkdir()
+    save_file({f"model.{name}": value for name, value in model.state_dict().items()}, data / "base.safetensors")
+    (data / "text").write_bytes(bytes(range(256)) * 40)
+    config = {"heads": 2, "context": 32, "batch": 4, "rank": 2, "sample_tokens": 0}
+    peer = start_peer(steps=2, config=config, data=str(data))
+    peer.checkpoints.mkdir()
+    done = run_recipe(peer, "lora")
+    assert done.returncode == 0, done.stderr
+    path = peer.checkpoints.parent / "result.safetensors"
+    assert peer.messages[-1] == wire.ScriptDone(result=str(path))
+    assert load_file(path)["blocks.0.qkv.a"].shape == (2, 32)
 
 
 def test_gemm_saves_the_product_beside_the_checkpoints(start_peer: Any, tmp_path: Path) -> None:
