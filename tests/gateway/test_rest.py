@@ -213,7 +213,7 @@ def test_a_place_for_a_script_of_ones_own(make_client) -> None:
     assert world.jobs.get(job["id"]).accuracy == "normwise"
     for body, word in (({"kind": "run", "recipe": "gpt-bytes"}, "recipe: "), ({"kind": "walk"}, "'train', 'run'")):
         refused = client.post(f"{API}/jobs", headers=ADMIN, json=body)
-        assert refused.status_code == 422 and refused.json()["detail"].startswith(word) or word in refused.text
+        assert refused.status_code == 422 and word in refused.json()["detail"]
 
 
 def test_pickles_are_refused(make_client) -> None:
