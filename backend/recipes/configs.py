@@ -52,10 +52,13 @@ class TransformerConfig(ByteConfig):
 
     layers: int = Field(4, ge=1, le=48)
     width: int = Field(128, ge=8, le=4096)
+    stages: int = Field(1, ge=1, le=48, description="in which the depth grows from the first blocks to all; 1: all")
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
+    def _shape_fits(self) -> Self:
         _check_heads(self.heads, self.width)
+        if self.stages > self.layers:
+            raise ValueError(f"stages {self.stages} are more than layers {self.layers}: each stage adds a block")
         return self
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from backend.recipes import RECIPES, GptBytesConfig
 from backend.recipes.byte_text import VOCABULARY, byte_task, read_data
+from backend.recipes.progressive import growth
 from backend.recipes.transformer import Block, init_weights
 from tileweave.script import loop
 from tileweave.script.run import Run, attach
@@ -25,6 +27,7 @@ class Gpt(nn.Module):
 
     def __init__(self, c: GptBytesConfig) -> None:
         super().__init__()
+        self.depth = c.layers  # blocks in use (progressive.py)
         self.tokens = nn.Embedding(VOCABULARY, c.width)
         self.positions = nn.Embedding(c.context, c.width)
         self.blocks = nn.ModuleList(Block(c.width, c.heads, causal=True) for _ in range(c.layers))
@@ -35,7 +38,7 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T)
         """(B, T) bytes -> (B, T, 256) logits."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, C)
-        for block in self.blocks:
+        for block in islice(self.blocks, self.depth):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))  # (B, T, 256)
         return logits
@@ -45,7 +48,10 @@ def train(run: Run, c: GptBytesConfig) -> Iterator[float]:
     """Trains and reports; gives the loss of each step."""
     data = read_data(run.data)
     torch.manual_seed(c.seed)
-    return loop.train(run, byte_task(Gpt(c), data, c, run.steps))
+    model = Gpt(c)
+    task = byte_task(model, data, c, run.steps)
+    task.grow = growth(model, c, run.steps)
+    return loop.train(run, task)
 
 
 def main() -> None:

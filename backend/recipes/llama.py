@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from backend.recipes import RECIPES, LlamaConfig
 from backend.recipes.byte_text import VOCABULARY, byte_task, read_data
+from backend.recipes.progressive import growth
 from backend.recipes.transformer import init_weights
 from tileweave.script import loop
 from tileweave.script.run import Run, attach
@@ -73,6 +75,7 @@ class Llama(nn.Module):
 
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
+        self.depth = c.layers  # blocks in use (progressive.py)
         self.tokens = nn.Embedding(VOCABULARY, c.width)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.RMSNorm(c.width, eps=1e-5)
@@ -86,7 +89,7 @@ class Llama(nn.Module):
         """(B, T) bytes -> (B, T, 256) logits."""
         x = self.tokens(tokens)  # (B, T, C)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for block in self.blocks:
+        for block in islice(self.blocks, self.depth):
             x = block(x, cos, sin)
         logits: Tensor = self.head(self.norm(x))  # (B, T, 256)
         return logits
@@ -96,7 +99,10 @@ def train(run: Run, c: LlamaConfig) -> Iterator[float]:
     """Trains and reports; gives the loss of each step."""
     data = read_data(run.data)
     torch.manual_seed(c.seed)
-    return loop.train(run, byte_task(Llama(c), data, c, run.steps))
+    model = Llama(c)
+    task = byte_task(model, data, c, run.steps)
+    task.grow = growth(model, c, run.steps)
+    return loop.train(run, task)
 
 
 def main() -> None:
