@@ -138,7 +138,7 @@ def test_opposed_infinities_make_nan(engine) -> None:
     engine.check("product", **order(4, 5, 20, specials=specials))
 
 
-@pytest.mark.parametrize("kernel", ["wasm-relaxed", "wasm-strict"])
+@pytest.mark.parametrize("kernel", ["wasm-relaxed", "wasm-strict", "pyodide"])
 def test_accuracy_by_the_norm_takes_the_fast_algorithm_and_by_the_row_does_not(open_suite, kernel: str) -> None:
     with open_suite(kernel, bytes_max=BYTES_MAX) as engine:
         rowwise, normwise = order(**LARGE), order(**LARGE, accuracy="normwise")

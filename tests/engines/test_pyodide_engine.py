@@ -119,18 +119,6 @@ def test_relaxed_build_is_taken_where_the_browser_has_it(page) -> None:
     assert open_engine(page)["note"] == "relaxed side module"
 
 
-def test_accuracy_by_the_norm_takes_the_fast_algorithm(page) -> None:
-    """Its bits differ from the ordinary product's, and the product is right by the norm."""
-    open_engine(page)
-    plain = {"dtype": "f32", "layout": "along", "gap": 0, "offset": 0, "scale": 1.0, "uneven": False}
-    rowwise = {"m": 1031, "n": 1025, "k": 1030, "a": plain, "b": plain, "c_gap": 0, "accumulate": False, "bias": False}
-    rowwise |= {"specials": [], "seed": 1, "step": 9, "accuracy": "rowwise"}
-    normwise = {**rowwise, "accuracy": "normwise"}
-    assert ask(page, "sameBits", orders=[rowwise, rowwise]) == ""
-    assert ask(page, "sameBits", orders=[rowwise, normwise]) != ""
-    assert ask(page, "product", **normwise) == ""
-
-
 def test_a_build_that_does_not_load_gives_way_to_the_next(page, swap) -> None:
     """A browser without relaxed SIMD refuses the module as it refuses these bytes."""
     swap({"gemm_relaxed.wasm": b"\0asm\1\0\0\0 not a module"})

@@ -6,12 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
-from playwright.sync_api import Playwright
+from playwright.sync_api import Browser, Page, Playwright
 
 from backend.chromium import find
 
@@ -26,60 +24,38 @@ DEADLINE_S = 20.0
 TILE = {"m": 70, "n": 33, "k": 90}
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """Every process: its parent and its command line."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            found[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ")
-        except (OSError, ValueError):
-            continue  # it ended meanwhile
-    return found
-
-
-def gpu_process(mark: str) -> int | None:
-    """The GPU process below the browser whose command line has `mark`."""
-    table = processes()
-    for pid, (parent, command) in table.items():
-        if "--type=gpu-process" not in command:
-            continue
-        while parent in table:
-            if mark in table[parent][1]:
-                return pid
-            parent = table[parent][0]
-    return None
-
-
 class Gpu:
     """A browser of this test's own, an open engine in it, and its GPU process."""
 
-    def __init__(self, page: Any, mark: str) -> None:
+    def __init__(self, browser: Browser, page: Page) -> None:
         self.page = page
-        self.mark = mark
+        self._session = browser.new_browser_cdp_session()
 
     def call(self, do: str, **values: Any) -> Any:
         return self.page.evaluate("order => gpu(order)", {"do": do, **values})
 
+    def processes(self) -> list[int]:
+        found = self._session.send("SystemInfo.getProcessInfo")["processInfo"]
+        return [process["id"] for process in found if process["type"] == "GPU"]
+
     def kill(self) -> None:
         """Kill the GPU process and wait until it is gone."""
         deadline = time.monotonic() + DEADLINE_S
-        while (pid := gpu_process(self.mark)) is None:
+        while not (pids := self.processes()):
             assert time.monotonic() < deadline, "there is no GPU process"
-        os.kill(pid, signal.SIGKILL)
-        while gpu_process(self.mark) == pid:
+        os.kill(pids[0], signal.SIGKILL)
+        while pids[0] in self.processes():
             assert time.monotonic() < deadline, "the GPU process outlived SIGKILL"
 
 
 @pytest.fixture
 def gpu(playwright: Playwright, site: Any) -> Iterator[Gpu]:
-    mark = f"--tileweave-test={uuid4()}"
-    browser = playwright.chromium.launch(executable_path=find(), args=[*FLAGS, mark])
+    browser = playwright.chromium.launch(executable_path=find(), args=FLAGS)
     page = browser.new_page()
     page.set_default_timeout(1000 * DEADLINE_S)
     page.goto(f"{site.url}/suite/webgpu_page.html")
     page.wait_for_function("() => Boolean(globalThis.gpu)")
-    made = Gpu(page, mark)
+    made = Gpu(browser, page)
     made.call("open", names=["registers 8x8 4x1 step 1"])
     yield made
     browser.close()

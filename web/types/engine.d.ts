@@ -69,7 +69,7 @@ export interface Engine {
   takeLost(): string[];
   /** Rejects with OutOfMemory, MissingPanel, EngineGone (errors.js) or what the kernel throws. */
   compute(work: TileWork): Promise<Product>;
-  /** One product outside of any lease: known answers at join, tests. Returns C, its gaps included. */
+  /** One product outside of any lease, of operands of any kind; tests and benches ask for it. Returns C, its gaps included. */
   multiply(problem: Problem): Promise<Float32Array<ArrayBuffer>>;
   /** Gives everything back. */
   close(): void;

@@ -18,7 +18,7 @@ const LOCK = "tileweave-device"; // one tab of a browser is one device
 
 /** @typedef {import("./net_worker.js").View} View */
 /** @typedef {{ identity: import("./session.js").Identity|null, threads: number|null, name: string,
- *   kernels: Record<string, string> }} Memory kernels: what engines asked to remember, by kernel */
+ *   choices: Record<string, string> }} Memory choices: what engines asked to remember, by kernel */
 
 const query = new URLSearchParams(location.search);
 const local = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname) || location.hostname.endsWith(".localhost");
@@ -43,7 +43,7 @@ const titles = new Map();
 /** @returns {Memory} */
 function recall() {
   /** @type {Memory} */
-  const blank = { identity: null, threads: null, name: "", kernels: {} };
+  const blank = { identity: null, threads: null, name: "", choices: {} };
   if (throwaway) return blank;
   try {
     const kept = JSON.parse(localStorage.getItem("tileweave") ?? "{}");
@@ -52,7 +52,7 @@ function recall() {
       identity: typeof device === "string" && typeof secret === "string" ? { device, secret } : null,
       threads: typeof kept.threads === "number" ? kept.threads : null,
       name: typeof kept.name === "string" ? kept.name.slice(0, 40) : "",
-      kernels: Object.fromEntries(Object.entries(kept.kernels ?? {}).filter(([, text]) => typeof text === "string")),
+      choices: Object.fromEntries(Object.entries(kept.choices ?? {}).filter(([, text]) => typeof text === "string")),
     };
   } catch {
     return blank; // storage is blocked, or holds something else
@@ -94,7 +94,7 @@ async function start() {
   tell({
     is: "start",
     options: {
-      url: socket.href, threads, memoryBytes: lent, kernels: query.getAll("kernel"), remembered: remembered.kernels,
+      url: socket.href, threads, memoryBytes: lent, kernels: query.getAll("kernel"), remembered: remembered.choices,
       name: remembered.name, identity: remembered.identity, agent: navigator.userAgent, visible: !document.hidden,
     },
   });
@@ -141,7 +141,7 @@ async function onlyTab() {
 
 /** @param {import("./net_worker.js").News} news */
 function hear(news) {
-  if (news.is === "remember") return remember({ kernels: { ...remembered.kernels, [news.kernel]: news.text } });
+  if (news.is === "remember") return remember({ choices: { ...remembered.choices, [news.kernel]: news.text } });
   if (news.is === "unable") return ended("This device cannot help", news.reason);
   if (news.is === "identity") {
     remember({ identity: news.identity });

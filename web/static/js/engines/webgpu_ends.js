@@ -54,7 +54,8 @@ const BYTE = "fn byte(at: u32) -> i32 { return extractBits(bitcast<i32>(words[at
 export function packSource(dtype, form) {
   const type = { f32: "vec4f", f16: "vec4h", i8: "vec4u" }[form];
   const scaled = dtype === "i8" ? " * scales[line * work.blocks + l / 128u]" : "";
-  const lane = form === "i8" ? "four(z, line, l)" : `${form === "f16" ? "f16" : "f32"}(element(z, line, l))`;
+  const lane = (/** @type {number} */ i) =>
+    form === "i8" ? `four(z, line + ${i}u, l)` : `${form === "f16" ? "f16" : "f32"}(element(z, line + ${i}u, l))`;
   return `${form === "f16" ? "enable f16;\n" : ""}${PACK_WORK}
 @group(0) @binding(3) var<storage, read_write> packed: array<${type}>;
 ${dtype === "i8" ? BYTE : ""}
@@ -85,7 +86,7 @@ ${MAIN}
   let z = quad / work.quadsZ;
   let line = (quad % work.quadsZ) * 4u;
   packed[(strip * work.kPacked + l) * work.quadsStrip + quad % work.quadsStrip] =
-    ${type}(${[0, 1, 2, 3].map((i) => lane.replace("line", `line + ${i}u`)).join(", ")});
+    ${type}(${[0, 1, 2, 3].map(lane).join(", ")});
 }`;
 }
 
