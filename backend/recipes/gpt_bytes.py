@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from backend.recipes import RECIPES, GptBytesConfig
 from backend.recipes.byte_text import VOCABULARY, byte_task, read_data
-from backend.recipes.progressive import growth
+from backend.recipes.progressive import grow_in_stages
 from backend.recipes.transformer import Block, init_weights
 from tileweave.script import loop
 from tileweave.script.run import Run, attach
@@ -50,7 +50,7 @@ def train(run: Run, c: GptBytesConfig) -> Iterator[float]:
     torch.manual_seed(c.seed)
     model = Gpt(c)
     task = byte_task(model, data, c, run.steps)
-    task.grow = growth(model, c, run.steps)
+    grow_in_stages(task, model, c, run.steps)
     return loop.train(run, task)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from backend.recipes import RECIPES, LlamaConfig
 from backend.recipes.byte_text import VOCABULARY, byte_task, read_data
-from backend.recipes.progressive import growth
+from backend.recipes.progressive import grow_in_stages
 from backend.recipes.transformer import init_weights
 from tileweave.script import loop
 from tileweave.script.run import Run, attach
@@ -101,7 +101,7 @@ def train(run: Run, c: LlamaConfig) -> Iterator[float]:
     torch.manual_seed(c.seed)
     model = Llama(c)
     task = byte_task(model, data, c, run.steps)
-    task.grow = growth(model, c, run.steps)
+    grow_in_stages(task, model, c, run.steps)
     return loop.train(run, task)
 
 

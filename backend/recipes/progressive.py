@@ -10,12 +10,12 @@ Left out: heads of their own for the early stages, and a warm-up of the learning
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
 
 from backend.recipes.configs import TransformerConfig
+from tileweave.script.task import Task
 
 
 class Deep(Protocol):
@@ -43,15 +43,15 @@ def block_flop(block: nn.Module, c: TransformerConfig) -> int:
     return weights_flop(block, c) + 6 * 2 * c.batch * c.context**2 * c.width
 
 
-def growth(model: Deep, c: TransformerConfig, steps: int) -> Callable[[int], bool] | None:
-    """What a Task's `grow` is: sets the model's depth for the step, and says whether that changed it."""
+def grow_in_stages(task: Task, model: Deep, c: TransformerConfig, steps: int) -> None:
+    """Has the task's model grow to its full depth in `c.stages` stages."""
     if c.stages == 1:
-        return None
+        return
     block = block_flop(model.blocks[0], c)
     whole = c.layers * block + weights_flop(model.head, c)
     model.depth = 0
 
-    def grow(step: int) -> bool:
+    def grow(step: int) -> None:
         depth = depth_at(step, steps, c.stages, c.layers)
         changed = depth != model.depth
         if changed:
@@ -65,6 +65,6 @@ def growth(model: Deep, c: TransformerConfig, steps: int) -> Callable[[int], boo
                 f"{saved / (whole * step):.1%} of what the whole model takes",
                 flush=True,
             )
-        return changed
 
-    return grow
+    task.grow = grow
+    task.variant = lambda: model.depth

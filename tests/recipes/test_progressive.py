@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from backend.recipes import GptBytesConfig, LlamaConfig, gpt_bytes, llama
-from backend.recipes.byte_text import batch, loss_of
-from backend.recipes.progressive import block_flop, depth_at, growth, weights_flop
+from backend.recipes.byte_text import batch, byte_task, loss_of
+from backend.recipes.progressive import block_flop, depth_at, grow_in_stages, weights_flop
 from tileweave.script.multiply import PlainMultiplier
 from tileweave.script.offload import Offloader, OffloadMode, math_attention
 from tileweave.script.run import Run, local_welcome
@@ -65,12 +65,16 @@ def test_the_flop_said_to_be_saved_are_those_not_computed(name: str) -> None:
 
     whole = flop()
     assert whole == 4 * block_flop(model.blocks[0], config) + weights_flop(model.head, config)
-    grow = growth(model, config, 10)
-    assert grow is not None and grow(1)
+    task = byte_task(model, torch.zeros(1000, dtype=torch.uint8), config, 10)
+    grow_in_stages(task, model, config, 10)
+    assert task.grow is not None
+    task.grow(1)
+    assert task.variant() == 2
     assert whole - flop() == 2 * block_flop(model.blocks[0], config)
     trained = [all(weight.requires_grad for weight in block.parameters()) for block in model.blocks]
     assert trained == [True, True, False, False]  # so that a capture leaves the others out
-    assert not grow(2) and grow(6)
+    task.grow(6)
+    assert task.variant() == 4
     assert flop() == whole
 
 
@@ -86,10 +90,7 @@ def test_blocks_stay_as_they_are_until_their_stage(
         return made[-1]
 
     monkeypatch.setattr(module, make.__name__, remember)
-    run = Run(local_welcome(4, text))
-    executors = []
-    monkeypatch.setattr(run, "executor", lambda task, ask=run.executor: executors.append(task) or ask(task))
-    losses = module.train(run, config)
+    losses = module.train(Run(local_welcome(4, text)), config)
     blocks = [{n: w.clone() for n, w in block.state_dict().items()} for block in made[0].blocks]
 
     def changed() -> list[bool]:
@@ -100,7 +101,6 @@ def test_blocks_stay_as_they_are_until_their_stage(
 
     seen = [changed() for _ in losses]
     assert seen == [[True, True, False, False]] * 2 + [[True] * 4] * 2
-    assert len(executors) == 3  # before the first step, at it, and where the depth grew
     out = capsys.readouterr().out
     saved, whole = 4 * block_flop(made[0].blocks[0], config), weights_flop(made[0].head, config)
     share = saved / (4 * (saved + whole))

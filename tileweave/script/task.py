@@ -41,8 +41,8 @@ class Task:
     """Training ends when so many validations in a row were no better than the best one; None: it does not."""
     generate: Callable[[], str] | None = None
     generate_every: int = 50
-    grow: Callable[[int], bool] | None = None
-    """`grow(step)`, before each step, may change what of the model is computed from it on, and says whether it did."""
+    grow: Callable[[int], None] | None = None
+    """Called before each step with its number; may change which part of the model is computed (see `variant`)."""
     variant: Callable[[], object] = lambda: None
     """What the loss depends on besides shapes (how many layers train now, say); captured anew when that changes."""
 
