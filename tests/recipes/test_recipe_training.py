@@ -49,6 +49,13 @@ def test_the_losses_are_those_of_a_plain_loop_to_the_last_bit(text: str) -> None
     assert list(gpt_bytes.train(Run(local_welcome(6, text)), config)) == plain_losses(config, text, 6)
 
 
+def test_the_learning_rate_rises_and_then_falls_to_a_tenth() -> None:
+    at = rate(GptBytesConfig(lr=0.5, warmup=10), 110)
+    assert [at(1), at(5), at(10)] == pytest.approx([0.05, 0.25, 0.5])
+    assert [at(60), at(110)] == pytest.approx([0.55 * 0.5, 0.05])
+    assert rate(GptBytesConfig(lr=0.5, warmup=0), 1)(1) == pytest.approx(0.05)
+
+
 def test_micro_batches_give_the_loss_of_the_whole_batch(text: str) -> None:
     whole, parts = (
         list(gpt_bytes.train(Run(local_welcome(5, text)), GptBytesConfig(**TINY, lr=1e-3, micro_batches=count)))

@@ -125,3 +125,16 @@ def test_gemm_refuses_other_types_pickles_and_shapes_that_do_not_fit(tmp_path: P
     with pytest.raises(ValueError, match="A needs as many columns as B has rows"):
         gemm.multiply(Run(local_welcome(1, None)), one, one, tmp_path / "c.npy")
     assert not (tmp_path / "c.npy").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "gemm"])
+def test_the_admins_form_can_say_every_setting(name: str) -> None:
+    """The form sends what is not plainly a number as text (admin.js)."""
+    recipe = RECIPES[name]
+    properties = recipe.config.model_json_schema()["properties"]
+    assert all("default" in field for field in properties.values())
+    sent = {
+        key: field["default"] if field.get("type") in ("integer", "number") else str(field["default"] or 3)
+        for key, field in properties.items()
+    }
+    assert recipe.config.model_validate(sent) == recipe.config(patience=3)
