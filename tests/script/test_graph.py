@@ -14,7 +14,7 @@ from tileweave.script import graph
 from tileweave.script.capture import CaptureError
 from tileweave.script.executor import Eager
 from tileweave.script.graph import GraphExecutor
-from tileweave.script.multiply import Pending, PlainMultiplier
+from tileweave.script.multiply import Pending, PlainMultiplier, Read
 from tileweave.script.offload import Offloader, OffloadMode, math_attention
 from tileweave.script.task import Task, micro_batches
 
@@ -71,8 +71,17 @@ def task_of(model: nn.Module, count: int = 1) -> Task:
 
 
 class Arrived:
+    """A product whose memory is somebody else's once it was read."""
+
     def __init__(self, pending: Pending) -> None:
-        self.read = pending.read
+        self._pending = pending
+
+    def read(self, read: Read) -> None:
+        def lent(product: Tensor) -> None:
+            read(product)
+            product.fill_(float("nan"))
+
+        self._pending.read(lent)
 
 
 class Slow(PlainMultiplier):

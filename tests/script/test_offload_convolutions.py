@@ -11,8 +11,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from tileweave.script.multiply import PlainMultiplier
+from tileweave.script.multiply import Pending, PlainMultiplier, Read
 from tileweave.script.offload import Offloader, OffloadMode, math_attention
+
+
+class Lent(PlainMultiplier):
+    """Spoils a product once it was read, as the arena does when the next one takes its place."""
+
+    def start(self, a: Tensor, bt: Tensor) -> Pending:
+        pending = super().start(a, bt)
+
+        class Spoiling:
+            def read(self, read: Read) -> None:
+                def lent(product: Tensor) -> None:
+                    read(product)
+                    product.fill_(float("nan"))
+
+                pending.read(lent)
+
+        return Spoiling()
+
 
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -65,7 +83,7 @@ def run(function: Any, tensors: list[Tensor], how: dict[str, Any], wanted: tuple
 @settings(deadline=None, max_examples=300)
 @given(convolutions())
 def test_equals_plain_torch(drawn: tuple[Any, list[Tensor], dict[str, Any], tuple[bool, ...]]) -> None:
-    offloader = Offloader(PlainMultiplier(), min_gemm_flop=1)
+    offloader = Offloader(Lent(), min_gemm_flop=1)
     with math_attention():
         plain = run(*drawn)
         with OffloadMode(offloader):
@@ -85,13 +103,13 @@ def test_the_result_has_torchs_memory_format(layout: torch.memory_format) -> Non
     layer = torch.nn.Conv2d(4, 6, 3, padding=1).to(memory_format=layout)
     with math_attention(), torch.no_grad():
         plain = layer(x)
-        with OffloadMode(Offloader(PlainMultiplier(), 1)):
+        with OffloadMode(Offloader(Lent(), 1)):
             found = layer(x)
     assert found.stride() == plain.stride()
 
 
 def test_flop_are_2mnk_of_each_product() -> None:
-    offloader = Offloader(PlainMultiplier(), 1)
+    offloader = Offloader(Lent(), 1)
     x, weight = torch.randn(2, 4, 8, 8, requires_grad=True), torch.randn(6, 2, 3, 3, requires_grad=True)
     with math_attention(), OffloadMode(offloader):
         y = F.conv2d(x, weight, groups=2)
@@ -103,7 +121,7 @@ def test_flop_are_2mnk_of_each_product() -> None:
 
 def test_autocast_offloads_its_bfloat16_products() -> None:
     layer, x = torch.nn.Conv2d(4, 6, 3), torch.randn(2, 4, 8, 8)
-    offloader = Offloader(PlainMultiplier(), 1)
+    offloader = Offloader(Lent(), 1)
     with math_attention(), torch.autocast("cpu", torch.bfloat16):
         plain = layer(x)
         with OffloadMode(offloader):

@@ -97,7 +97,8 @@ def _format(*tensors: Tensor) -> torch.memory_format:
 
 
 def _placed(value: Tensor, like: Tensor, layout: torch.memory_format) -> Tensor:
-    return value.to(like.dtype).contiguous(memory_format=layout)
+    """A copy, always: `value` may be a view of a product, which is only lent."""
+    return value.to(like.dtype, memory_format=layout, copy=True)
 
 
 def convolution(
