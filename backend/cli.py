@@ -287,6 +287,22 @@ def recovery(as_json: Json = False) -> None:
 
 
 @bench_app.command()
+def train(
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run.", show_default=False)] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Only this recipe; may be given again.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Every recipe on a browser by both executors against plain torch; and what a slow round trip costs."""
+    from backend.bench import train as bench
+
+    if unknown := set(recipe or ()) - set(bench.CONFIGS):
+        _fail(f"got --recipe {' '.join(sorted(unknown))}, expected of {', '.join(bench.CONFIGS)}", 2)
+    _bench(bench.train(steps or bench.STEPS, tuple(recipe or bench.CONFIGS)), as_json)
+
+
+@bench_app.command()
 def kernels(as_json: Json = False) -> None:
     """Our WASM, WebGPU, Pyodide and native kernels beside tfjs, onnxruntime-web and jax-js, in one browser. Exit status
     0: measured, whatever the targets say."""
