@@ -182,6 +182,22 @@ def test_a_new_shape_or_variant_is_captured_anew_and_an_old_one_is_not(monkeypat
     state["layers"] = 2
     executor.gradients([task.batch(0)])
     assert len(captures) == 3
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    first.weight.requires_grad = False
+    first.weight.grad = None
+    executor.gradients([task.batch(0)])
+    assert first.weight.grad is None
+    first.weight = nn.Parameter(torch.zeros(20, 12))
+    loss = executor.gradients([task.batch(0)])
+    assert first.weight.grad is not None
+    assert loss == pytest.approx(task.loss(model, *task.batch(0)).item())
+    assert len(captures) == 5
+    monkeypatch.setattr(graph, "PROGRAMS_MAX", 2)
+    executor._programs.clear()
+    for count in (1, 2, 4, 2, 4, 1):
+        executor.gradients(micro_batches(task.batch(0), count))
+    assert len(captures) == 5 + 4  # 1 had to go for 4, and comes again
 
 
 def test_memory_of_a_pass_is_freed_as_it_goes() -> None:

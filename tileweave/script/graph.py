@@ -30,11 +30,15 @@ from tileweave.script.task import Batch, Task
 IN_FLIGHT_MAX = 64
 """Products under way at once: each holds its operands in the arena."""
 
+PROGRAMS_MAX = 8
+"""Captured graphs kept, the last used ones."""
+
 _Job = tuple[int, int]  # step, micro-batch
 
 
 class GraphExecutor:
-    """Runs a task's captured graph; see Executor. A batch of a new shape is captured when it comes first."""
+    """Runs a task's captured graph; see Executor. A batch of a new shape, and a model whose parameters are others or
+    train otherwise than before, are captured when they come first."""
 
     def __init__(self, task: Task, offloader: Offloader) -> None:
         self._task = task
@@ -54,11 +58,22 @@ class GraphExecutor:
         return sum(float(instance.result(0)) for instance in instances) / len(instances)
 
     def _program(self, batch: Batch) -> tuple[Captured, Program]:
-        key = (self._task.variant(), *((tuple(t.shape), t.dtype) for t in batch))
-        if key not in self._programs:
-            captured = capture(self._task.model, self._task.loss, batch)
-            self._programs[key] = captured, Program(captured.graph)
-        return self._programs[key]
+        model = self._task.model
+        key = (
+            self._task.variant(),
+            model.training,
+            *((id(p), p.requires_grad) for p in model.parameters()),
+            *(id(b) for b in model.buffers()),
+            *((tuple(t.shape), t.dtype) for t in batch),
+        )
+        found = self._programs.pop(key, None)
+        if found is None:
+            captured = capture(model, self._task.loss, batch)
+            found = captured, Program(captured.graph)
+        self._programs[key] = found  # last used, last in order
+        if len(self._programs) > PROGRAMS_MAX:
+            del self._programs[next(iter(self._programs))]
+        return found
 
 
 def _add(parameter: Tensor, gradient: Tensor | None, count: int) -> None:
