@@ -84,7 +84,7 @@ def serve(
 @app.command()
 def submit(
     recipe: Annotated[
-        str | None, typer.Argument(help="The recipe of a training job: gpt-bytes.", show_default=False)
+        str | None, typer.Argument(help="The recipe: gpt-bytes, llama, lora, mlp, cnn or vit.", show_default=False)
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps; by default the recipe's.", show_default=False)] = None,
     config: Annotated[str, typer.Option(help="The recipe's settings as a JSON object.")] = "{}",
