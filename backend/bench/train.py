@@ -16,6 +16,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,9 @@ def _recipe(swarm: Swarm, name: str, steps: int) -> list[dict[str, Any]]:
 def _plain(name: str, config: dict[str, Any], steps: int, data: Path | None, threads: int = 1) -> list[float]:
     """The loss of each step in a process of its own, with nothing of the server's."""
     argument = json.dumps([name, config, steps, None if data is None else str(data), threads])
-    done = subprocess.run([sys.executable, "-c", _PLAIN, argument], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _PLAIN, argument]
+    with tempfile.TemporaryDirectory() as folder:  # a recipe run by hand leaves its result where it is run
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"{name} in plain torch failed: {done.stderr[-2000:]}")
     losses: list[float] = json.loads(done.stdout.splitlines()[-1])
