@@ -58,6 +58,7 @@ from tileweave.script.wire import (
 LIVE_S = 0.5  # between live figures
 ANNOUNCE_S = 3.0
 EXIT_SCRIPT_LOST = 4
+ATTACH_S_MAX = 120.0  # for the script of `tileweave run` to connect
 
 log = structlog.get_logger("coordinator")
 
@@ -173,7 +174,13 @@ class Coordinator:
             self._shell.publish("gemm", figures)
 
     async def _serve_script(self, listener: socket.socket, token: str) -> int:
-        self._link = await ScriptLink.accept(listener, token, self._welcome)
+        # A script of ours is there at once; one that its user starts may never come, and the job holds a place.
+        limit_s = ATTACH_S_MAX if self._job.kind == "run" else None
+        try:
+            self._link = await asyncio.wait_for(ScriptLink.accept(listener, token, self._welcome), limit_s)
+        except TimeoutError:
+            log.warning("no script came", waited_s=limit_s)
+            return EXIT_SCRIPT_LOST
         if self._cancelled.is_set():
             self._tell_script(Control(what="cancel"))
         self._connected.set()

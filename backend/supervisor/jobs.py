@@ -189,8 +189,9 @@ class JobRun:
                 return "cancelled"
             first = next(end for end in ends if end in done)
             # The other one has words left: the script's reason, the coordinator's last commits.
-            await asyncio.wait([*(end for end in ends if end is not first), orders[0]], timeout=PARTNER_S_MAX,
-                               return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            others = [end for end in ends if end is not first]
+            if others:
+                await asyncio.wait([*others, orders[0]], timeout=PARTNER_S_MAX, return_when=asyncio.FIRST_COMPLETED)
             return _why(ends[first], first.result())
         finally:
             for task in (*ends, *orders):

@@ -44,8 +44,13 @@ def script_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that runs the script at `path`, and its environment: `inherited` without anything of Tileweave's own,
     plus the way to its coordinator."""
+    return [sys.executable, str(path)], script_environment(str(socket), token, inherited)
+
+
+def script_environment(socket: str, token: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """`inherited` without anything of Tileweave's own, plus the way to the script's coordinator."""
     env = {name: value for name, value in inherited.items() if not name.startswith("TILEWEAVE_")}
-    env |= {SOCKET_VARIABLE: str(socket), TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
+    env |= {SOCKET_VARIABLE: socket, TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
     # A core stays for the coordinator and the gateway: the script waits for them at every GEMM.
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
-    return [sys.executable, str(path)], env
+    return env

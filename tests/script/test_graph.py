@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tileweave.script import graph
 from tileweave.script.capture import CaptureError
@@ -44,7 +45,42 @@ class Tied(nn.Module):
         return self.down(self.up(self.down(self.up(x))))
 
 
+class ViewOfABuffer(nn.Module):
+    """Reads a buffer through a view, beside a product, and then changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.register_buffer("state", torch.ones(2, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.get_buffer("state")
+        y = self.layer(x) + state[0]
+        state.mul_(0.5)
+        return y
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.ones(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.get_buffer("state") * 0.5
+        return x + self.state
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "checkpointed": Checkpointed,
     "mlp": lambda: nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 3)),
     "attention": lambda: nn.Sequential(Attention(), Attention()),
     "tied": Tied,
@@ -53,6 +89,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: nn.Sequential(
         nn.Conv1d(5, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Conv1d(8, 4, 1), nn.BatchNorm1d(4)
     ),
+    "used_twice": lambda: (lambda b: nn.Sequential(b, nn.GELU(), b, nn.Linear(12, 3)))(nn.Linear(12, 12)),
+    "view_of_a_buffer": ViewOfABuffer,
     "transposed": lambda: nn.Sequential(nn.ConvTranspose1d(5, 6, 3, stride=2), nn.SiLU()),
 }
 
@@ -219,6 +257,41 @@ def branching(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 def rows_of_losses(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return model(x).flatten(1).mean(dim=1)
+
+
+def test_a_module_in_another_mode_is_captured_anew() -> None:
+    torch.manual_seed(1)
+    model = MODELS["dropout"]()
+    task = task_of(model)
+    executor = GraphExecutor(task, Offloader(PlainMultiplier(), 1))
+    executor.gradients([task.batch(0)])
+    for module in model.children():
+        module.eval()
+    assert executor.gradients([task.batch(0)]) == pytest.approx(task.loss(model, *task.batch(0)).item())
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    model = MODELS["used_twice"]()
+    before = dict(model.named_parameters())
+    task = task_of(model)
+    GraphExecutor(task, Offloader(PlainMultiplier(), 1)).gradients([task.batch(0)])
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize("what", ["hook", "replaced buffer", "shared memory"])
+def test_what_a_graph_would_do_otherwise_is_refused(what: str) -> None:
+    model: nn.Module = Replacing() if what == "replaced buffer" else nn.Linear(12, 3)
+    if what == "replaced buffer":
+        model.register_module("more", nn.Linear(1, 1))
+    elif what == "hook":
+        next(model.parameters()).register_hook(lambda gradient: gradient * 0)
+    else:
+        model.register_buffer("one", torch.ones(3))
+        model.register_buffer("other", model.get_buffer("one")[:2])
+    task = task_of(model)
+    with pytest.raises(CaptureError, match="eager executor"):
+        GraphExecutor(task, Offloader(PlainMultiplier(), 1)).gradients([task.batch(0)])
 
 
 @pytest.mark.parametrize(

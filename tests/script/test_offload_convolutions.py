@@ -129,3 +129,29 @@ def test_autocast_offloads_its_bfloat16_products() -> None:
     assert found.dtype is torch.bfloat16 is plain.dtype
     torch.testing.assert_close(found, plain, rtol=1e-2, atol=1e-2)
     assert offloader.flop_local == 0 < offloader.flop_offloaded
+
+
+X, WEIGHT = torch.ones(2, 3, 9, 9), torch.ones(8, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: F.conv2d(X, torch.ones(8, 4, 3, 3)),
+        lambda: F.conv2d(X, WEIGHT, torch.ones(7)),
+        lambda: F.conv2d(X, WEIGHT, torch.ones(8, 1)),
+        lambda: F.conv2d(X, WEIGHT, stride=0),
+        lambda: F.conv2d(X, WEIGHT, padding=-1),
+        lambda: F.conv2d(X, WEIGHT, dilation=0),
+        lambda: F.conv2d(X, WEIGHT, groups=2),
+        lambda: F.conv2d(X[:, :, :2], WEIGHT),
+        lambda: F.conv_transpose2d(X, torch.ones(4, 8, 3, 3)),
+        lambda: F.conv_transpose2d(X, torch.ones(3, 8, 3, 3), stride=2, output_padding=2),
+    ],
+)
+def test_what_torch_refuses_is_refused_by_torch(wrong: Any) -> None:
+    with pytest.raises(RuntimeError) as plain, math_attention():
+        wrong()
+    with pytest.raises(RuntimeError) as offloaded, math_attention(), OffloadMode(Offloader(Lent(), 1)):
+        wrong()
+    assert str(offloaded.value) == str(plain.value)

@@ -100,6 +100,61 @@ def test_a_missing_file_and_a_server_elsewhere_are_explained(swarm: Swarm, tmp_p
     assert newest(swarm)["state"] == "cancelled"
 
 
+def test_children_that_train_say_nothing_in_the_scripts_name(swarm: Swarm, tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, sys, multiprocessing, torch\n"
+        "model = torch.nn.Linear(256, 256)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def train():\n"
+        "    for step in range(5):\n"
+        "        optimizer.zero_grad()\n"
+        "        model(torch.ones(64, 256)).mean().backward()\n"
+        "        optimizer.step()\n"
+        "child = multiprocessing.get_context('fork').Process(target=train)\n"
+        "child.start()\n"
+        "train()\n"
+        "child.join()\n"
+        "if os.fork() == 0:\n"
+        "    sys.exit(0)\n"
+        "os.wait()\n"
+        "train()\n"
+        "print(child.exitcode, [name for name in os.environ if name.startswith('TILEWEAVE_')])\n"
+    )
+    done = run(swarm, str(script))
+    assert (done.returncode, done.stdout) == (0, "0 ['TILEWEAVE_JOB_SOCKET']\n"), done.stderr
+    job = newest(swarm)
+    assert (job["state"], job["step"]) == ("succeeded", 10)
+    assert [row["step"] for row in swarm.client.metrics(job["id"])] == list(range(1, 11))
+
+
+def test_our_own_imports_do_not_find_the_scripts_files(swarm: Swarm, tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "tileweave.py").write_text("raise RuntimeError('nor this one')")
+    (tmp_path / "mine.py").write_text("answer = 42")
+    (tmp_path / "sub").mkdir()
+    script = tmp_path / "sub" / "train.py"
+    script.write_text("import sys, torch\nprint(sys.argv[0], 'here')")
+    command = [sys.executable, "-m", "backend.cli", "run", "sub/train.py"]
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        command, env=environment(swarm, PYTHONPATH=root, PYTHONSAFEPATH="1"), cwd=tmp_path, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "sub/train.py here\n"), done.stderr
+
+
+def test_a_cancelled_script_that_does_not_listen_is_ended(swarm: Swarm, tmp_path: Path) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text("import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.1)")
+    command = [sys.executable, "-m", "backend.cli", "run", str(script)]
+    with subprocess.Popen(command, env=environment(swarm), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        swarm.client.cancel(newest(swarm)["id"])
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+
+
 @pytest.mark.parametrize("how", ["cancelled over REST", "killed"])
 def test_a_script_that_goes_takes_its_job_along(swarm: Swarm, tmp_path: Path, how: str) -> None:
     script = tmp_path / f"{how.split()[0]}.py"

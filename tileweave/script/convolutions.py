@@ -106,8 +106,10 @@ def convolution(
     output_padding: Any, groups: int,
 ) -> Call | None:  # fmt: skip
     """aten.convolution: x (N, C, *size), weight (C', C/g, *kernel), transposed (C, C'/g, *kernel)."""
-    geometry = _geometry(x, weight, stride, padding, dilation, groups)
+    geometry = _geometry(x, weight, stride, padding, dilation, transposed, output_padding, groups)
     if geometry is None or not is_plain(*(t for t in (x, weight, bias) if t is not None)):
+        return None
+    if bias is not None and bias.shape != (weight.shape[1] * groups if transposed else weight.shape[0],):
         return None
     layout = _format(x, weight)
 
@@ -144,7 +146,7 @@ def convolution_backward(
     transposed: bool, output_padding: Any, groups: int, mask: Sequence[bool],
 ) -> Call | None:  # fmt: skip
     """aten.convolution_backward: the gradients of x, weight and bias that `mask` asks for."""
-    geometry = _geometry(x, weight, stride, padding, dilation, groups)
+    geometry = _geometry(x, weight, stride, padding, dilation, transposed, output_padding, groups)
     if geometry is None or not is_plain(dy, x, weight):
         return None
     large, small = (dy, x) if transposed else (x, dy)
@@ -183,13 +185,24 @@ CONVOLUTIONS: dict[Any, Callable[..., Call | None]] = {
 }
 
 
-def _geometry(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry | None:
+def _geometry(
+    x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any,
+    groups: int,
+) -> _Geometry | None:  # fmt: skip
+    """None where torch would refuse it, or there is nothing to compute."""
     dims = x.dim() - 2
-    if dims < 1 or weight.dim() != x.dim() or 0 in (*x.shape, *weight.shape):
+    if dims < 1 or weight.dim() != x.dim() or 0 in (*x.shape, *weight.shape) or groups < 1 or weight.shape[0] % groups:
         return None
-    return _Geometry(
-        tuple(weight.shape[2:]), _spread(stride, dims), _spread(padding, dims), _spread(dilation, dims), groups
-    )
+    if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
+        return None
+    kernel = tuple(weight.shape[2:])
+    steps, pads, apart = (_spread(value, dims) for value in (stride, padding, dilation))
+    extra = _spread(output_padding, dims) if transposed else (0,) * dims
+    if min(*steps, *apart) < 1 or min(*pads, *extra) < 0:
+        return None
+    if any(e >= max(s, d) for e, s, d in zip(extra, steps, apart, strict=True)):
+        return None
+    return _Geometry(kernel, steps, pads, apart, groups)
 
 
 def _spread(value: Any, dims: int) -> tuple[int, ...]:

@@ -47,9 +47,9 @@ class GraphExecutor:
 
     def gradients(self, batches: Sequence[Batch]) -> float:
         """See Executor. Raises CaptureError, and what the multiplier raises."""
-        captured, program = self._program(batches[0])
+        captured, program = self._program(_own(batches[0]))
         tensors = [tensor.detach() for tensor in (*captured.trained, *captured.others)]
-        instances = [Instance(program, [*tensors, *batch], first=i == 0) for i, batch in enumerate(batches)]
+        instances = [Instance(program, [*tensors, *_own(batch)], first=i == 0) for i, batch in enumerate(batches)]
         with torch.no_grad(), math_attention():
             run(instances, self._offloader)
             for number, parameter in enumerate(captured.trained, start=1):
@@ -61,10 +61,10 @@ class GraphExecutor:
         model = self._task.model
         key = (
             self._task.variant(),
-            model.training,
-            *((id(p), p.requires_grad) for p in model.parameters()),
-            *(id(b) for b in model.buffers()),
-            *((tuple(t.shape), t.dtype) for t in batch),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            *(module.training for module in model.modules()),
+            *((id(t), t.requires_grad, *_form(t)) for t in (*model.parameters(), *model.buffers())),
+            *(_form(t) for t in batch),
         )
         found = self._programs.pop(key, None)
         if found is None:
@@ -74,6 +74,15 @@ class GraphExecutor:
         if len(self._programs) > PROGRAMS_MAX:
             del self._programs[next(iter(self._programs))]
         return found
+
+
+def _own(batch: Batch) -> Batch:
+    """In memory of its own: a graph may know where in its memory a tensor began."""
+    return tuple(tensor.clone() for tensor in batch)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _add(parameter: Tensor, gradient: Tensor | None, count: int) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tileweave.script.arena import Arena, Block
+from tileweave.script.arena import Arena, ArenaFullError, Block
 from tileweave.script.channel import Channel
 from tileweave.script.wire import GemmRequest
 
@@ -79,9 +79,11 @@ class _InArena:
     def read(self, read: Read) -> None:
         """See Pending. Raises GemmError, JobCancelled or JobLost."""
         self._channel.wait_product(self.gemm)
-        read(self._blocks[-1].floats.view(self._shape))
-        for block in self._blocks:
-            self._arena.free(block)
+        try:
+            read(self._blocks[-1].floats.view(self._shape))
+        finally:
+            for block in self._blocks:
+                self._arena.free(block)
 
 
 class ArenaMultiplier:
@@ -98,7 +100,14 @@ class ArenaMultiplier:
         """See Multiplier. Raises ArenaFullError or JobLost."""
         batch, m, k = a.shape
         n = bt.shape[1]
-        blocks = [self._arena.allocate(floats) for floats in (a.numel(), bt.numel(), batch * m * n)]
+        blocks: list[Block] = []
+        try:
+            for floats in (a.numel(), bt.numel(), batch * m * n):
+                blocks.append(self._arena.allocate(floats))
+        except ArenaFullError:
+            for block in blocks:
+                self._arena.free(block)
+            raise
         blocks[0].floats.view(a.shape).copy_(a)
         blocks[1].floats.view(bt.shape).copy_(bt)
         regions = [block.region for block in blocks]

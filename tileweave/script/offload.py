@@ -48,13 +48,15 @@ _MATRIX_VECTOR: dict[Any, int] = {
 @contextmanager
 def math_attention() -> Iterator[None]:
     """Attention, LSTM and GRU run as plain GEMMs inside: fused kernels are off in the whole process meanwhile."""
-    before = torch._C._get_mkldnn_enabled()
+    before = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder in evaluation mode
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch._C._set_mkldnn_enabled(before[0])
+        torch.backends.mha.set_fastpath_enabled(before[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Runs somebody's training script unmodified under a job: `python -m tileweave.script.plain train.py …`, `… -m module`.
+"""Runs somebody's training script unmodified under a job: `python -P -m tileweave.script.plain train.py …`.
 
 The idea: the script runs in this process as `python train.py` would run it, inside the job's offload mode. What a job
 wants to know is learnt from torch itself: a step is a step of the optimizer with the most parameters, its loss the last
@@ -41,8 +41,8 @@ class Watch:
 
         def seen(tensors: Any, *args: Any, **kwargs: Any) -> None:
             first = tensors[0] if isinstance(tensors, Sequence) and tensors else tensors
-            if isinstance(first, torch.Tensor) and first.numel() == 1:
-                self._loss = first.detach()
+            if isinstance(first, torch.Tensor) and first.numel() == 1 and first.is_floating_point():
+                self._loss = first.detach().clone()
             backward(tensors, *args, **kwargs)
 
         torch.autograd.backward = seen
@@ -76,7 +76,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, or the one we were started in: not the script's
     try:
         main(sys.argv[1:])
     except SystemExit as error:

@@ -69,7 +69,7 @@ class Program:
         for node in nodes:
             for buffer in _overwrites(node):
                 writer = self.index[node]
-                users = [self.index[user] for user in buffer.users]
+                users = [self.index[user] for user in _users(buffer)]
                 within |= {(min(user, writer), max(user, writer)) for user in users if user != writer}
                 between |= {(writer, user) for user in users}
         for before, after in sorted(within):
@@ -137,6 +137,16 @@ def _overwrites(node: fx.Node) -> list[fx.Node]:
     elif node.target is aten.native_batch_norm.default and node.args[5]:
         changed = list(node.args[3:5])
     return [argument for argument in changed if isinstance(argument, fx.Node)]
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Who reads the node's memory: its users, and those of its views."""
+    found = list(node.users)
+    for user in node.users:
+        schema: Any = getattr(user.target, "_schema", None)
+        if schema is not None and any(returned.alias_info is not None for returned in schema.returns):
+            found += _users(user)
+    return found
 
 
 def _draws(func: Any) -> bool:

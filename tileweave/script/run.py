@@ -86,6 +86,12 @@ class Run:
         self._written: list[tuple[int, Path]] = []  # this run's checkpoints and the one resumed from, oldest first
         self._recorded = -1
         self._finished = False
+        self._process = os.getpid()
+
+    @property
+    def _over(self) -> bool:
+        """Nothing more is to be said: the run has ended, or this is a forked child with the parent's socket."""
+        return self._finished or os.getpid() != self._process
 
     def resume(self, state: TrainState) -> int:
         """Makes `state` what checkpoints hold, and loads the job's last one into it; the number of steps done.
@@ -116,6 +122,8 @@ class Run:
         """Step `step` is done, on `samples` tokens or rows: reports it, and writes a checkpoint when one is due.
 
         Raises LossNotFiniteError, JobCancelled or JobLost."""
+        if self._over:
+            return
         if loss is not None and not math.isfinite(loss):
             last = (
                 f"the last checkpoint is of step {self._written[-1][0]}" if self._written else "there is no checkpoint"
@@ -162,6 +170,8 @@ class Run:
 
     def finish(self, result: Path | None = None) -> None:
         """The script has done its work: writes the last checkpoint, names `result`, and lets the job succeed."""
+        if self._over:
+            return
         if self._state is not None and not any(step == self._step for step, _ in self._written):
             self._checkpoint()
         if self._channel is not None:
@@ -175,7 +185,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Tells the job why the script cannot go on: type, message and the script's last line."""
-        if self._channel is None or self._finished:
+        if self._channel is None or self._over:
             return
         with contextlib.suppress(JobLost):  # then nobody is left to tell
             self._channel.send(ScriptFailed(reason=describe(error)))
