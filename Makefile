@@ -73,6 +73,7 @@ bench: node browser install
 	$(BIN)/tileweave bench e2e
 	$(BIN)/tileweave bench recovery
 	$(BIN)/tileweave bench kernels
+	$(BIN)/tileweave bench train
 
 sim: install
 	$(BIN)/python -m backend.simulation --seed $(SEED) --seeds $(SEEDS)
