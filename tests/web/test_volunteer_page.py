@@ -351,6 +351,7 @@ def test_without_any_right_kernel_the_device_does_not_join(page: Page, server: W
     expect(page.locator("#state")).to_have_text("This device cannot help")
     expect(page.locator("#why")).to_contain_text("wrong product")
     expect(page.locator("#why")).to_contain_text("pyodide:")
+    expect(page.locator("#kernel")).to_have_text("none")
     assert server.hellos == 0
 
 

@@ -85,6 +85,7 @@ async function start() {
   if (!(await onlyTab())) return ended("Already running in another tab", "One tab of a browser is one device; that tab goes on.");
   show("stop", true);
   text("why", "Proving the kernels on this device and measuring them.");
+  text("kernel", "measuring");
   text("heap", memory(0));
   net = new Worker(new URL("./net_worker.js", import.meta.url), { type: "module" });
   net.onmessage = ({ data }) => hear(data);
@@ -117,6 +118,7 @@ function ended(state, why) {
   unlock?.();
   unlock = null;
   say("idle", state, why);
+  if (!view) text("kernel", "none");
   text("gflops", gflops(0));
   text("heap", memory(0));
   link("job", "", "");
