@@ -12,22 +12,29 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tileweave.protocol.messages import FLOAT_BYTES, Ack, ByeCode, FailCode, Lease, Profile
+from tileweave.protocol.elements import Dtype, panel_bytes
+from tileweave.protocol.messages import Ack, ByeCode, FailCode, Lease, Profile
 
 
 class PanelRef(Struct, frozen=True, array_like=True):
-    """Where a gateway finds a panel's bytes: `rows` x `k` float32 at `offset` of the file at `path`."""
+    """Where a gateway finds a panel's bytes in the file at `path`: `rows` x `columns` elements of `dtype` at `offset`,
+    for i8 the scales at `scales`. They are this panel's for as long as the 8 bytes at `stamp_offset` hold `stamp`
+    (little-endian): who writes something else there changes the stamp first (tileweave/script/arena.py)."""
 
     panel: str
     path: str
     offset: int
     rows: int
-    k: int
+    columns: int
+    stamp_offset: int
+    stamp: int
+    dtype: Dtype = "f32"
+    scales: int = 0
 
     @property
     def size(self) -> int:
-        """Its bytes."""
-        return FLOAT_BYTES * self.rows * self.k
+        """Its bytes, as PANEL carries them."""
+        return panel_bytes(self.rows, self.columns, self.dtype)
 
 
 class SlotRef(Struct, frozen=True, array_like=True):
@@ -49,13 +56,12 @@ class SwitchMessage(Struct, frozen=True, kw_only=True, tag_field="t", omit_defau
 
 
 class Push(SwitchMessage, frozen=True, tag="push"):
-    """Send a lease to a device, after whichever of its two panels this connection has not been sent."""
+    """Send a lease to a device, after whichever of its panels this connection has not been sent."""
 
     device: str
     connection: str
     lease: Lease
-    a: PanelRef
-    b: PanelRef
+    panels: list[PanelRef]
 
 
 class Acknowledge(SwitchMessage, frozen=True, tag="ack"):

@@ -1,10 +1,11 @@
-"""The wire protocol between device and server, version 1: messages, frames and chunks; both ends use this package.
+"""The wire protocol between device and server, version 2: messages, frames and chunks; both ends use this package.
 
 Read `messages.py` (what is said), then `frames.py` (how it looks in bytes), then `chunks.py` (payloads over one frame).
 PROTOCOL.md is the same for a reader who writes a client in another language; tests hold the two together.
 """
 
 from tileweave.protocol.chunks import CHUNK_BYTES_MAX, Reassembly, chunks
+from tileweave.protocol.elements import ELEMENT_BYTES, WIRES, Dtype, Elements, ResultDtype, Wire
 from tileweave.protocol.frames import (
     FRAME_BYTES_MAX,
     META_BYTES_MAX,
@@ -15,10 +16,10 @@ from tileweave.protocol.frames import (
 )
 from tileweave.protocol.messages import (
     DIMENSION_MAX,
-    FLOAT_BYTES,
     JS_SAFE_INTEGER_MAX,
     MESSAGES,
     PROTOCOL_VERSION,
+    TERMS_MAX,
     TEXT_CHARACTERS_MAX,
     Accuracy,
     Ack,
@@ -40,6 +41,7 @@ from tileweave.protocol.messages import (
     Result,
     Revoke,
     Status,
+    Term,
     Verdict,
     Welcome,
 )
@@ -47,18 +49,22 @@ from tileweave.protocol.messages import (
 __all__ = [
     "CHUNK_BYTES_MAX",
     "DIMENSION_MAX",
-    "FLOAT_BYTES",
+    "ELEMENT_BYTES",
     "FRAME_BYTES_MAX",
     "JS_SAFE_INTEGER_MAX",
     "MESSAGES",
     "META_BYTES_MAX",
     "PROTOCOL_VERSION",
+    "TERMS_MAX",
     "TEXT_CHARACTERS_MAX",
+    "WIRES",
     "Accuracy",
     "Ack",
     "Bye",
     "ByeCode",
     "Drop",
+    "Dtype",
+    "Elements",
     "Fail",
     "FailCode",
     "Hello",
@@ -74,11 +80,14 @@ __all__ = [
     "ProtocolError",
     "Reassembly",
     "Result",
+    "ResultDtype",
     "Revoke",
     "Status",
+    "Term",
     "Verdict",
     "VersionMismatch",
     "Welcome",
+    "Wire",
     "chunks",
     "decode",
     "encode",

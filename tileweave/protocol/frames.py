@@ -3,11 +3,11 @@
       0    1    2        3     4            8               12       16                        16*j
     +----+----+---------+----+------------+---------------+--------+----------------+-------+-----------------+
     | T  | W  | version | no.| meta_len   | payload_len   | zero   | meta (JSON)    | zeros | payload         |
-    | u8 | u8 | u8 = 1  | u8 | u32        | u32           | u32    | meta_len bytes | <= 15 | payload_len     |
+    | u8 | u8 | u8 = 2  | u8 | u32        | u32           | u32    | meta_len bytes | <= 15 | payload_len     |
     +----+----+---------+----+------------+---------------+--------+----------------+-------+-----------------+
 
 Integers are little-endian. The zeros after the metadata bring the payload to a multiple of 16 bytes, so that a
-Float32Array (or a SIMD load) views it where it lies. Only PANEL and RESULT carry a payload, and theirs is never empty.
+typed array (or a SIMD load) views it where it lies. Only PANEL and RESULT carry a payload, and theirs is never empty.
 
 The idea: `decode` looks at lengths before it touches bytes, so a hostile frame costs a bounded amount of work and no
 memory beyond the frame that already arrived; the payload it returns is a view. Both ends use the same two functions.
@@ -26,7 +26,8 @@ from typing import Any, Final
 
 import msgspec
 
-from tileweave.protocol.messages import FLOAT_BYTES, MESSAGES, PROTOCOL_VERSION, Kind, Message, Panel, Result
+from tileweave.protocol.elements import panel_bytes
+from tileweave.protocol.messages import MESSAGES, PROTOCOL_VERSION, Kind, Message, Panel, Result
 
 FRAME_BYTES_MAX: Final = 1 << 20
 META_BYTES_MAX: Final = 1 << 16
@@ -46,7 +47,7 @@ _decoders: dict[int, msgspec.json.Decoder[Message]] = {
 
 
 class ProtocolError(Exception):
-    """The peer sent bytes that are not protocol v1. The text says what was got and what was expected."""
+    """The peer sent bytes that are not this protocol. The text says what was got and what was expected."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text[:ERROR_TEXT_MAX])
@@ -162,7 +163,7 @@ def _payload_fault(message: Message, payload_len: int) -> str:
     if message.offset + payload_len > message.size:
         return f"bytes {message.offset} + {payload_len} lie outside its size {message.size}"
     if isinstance(message, Panel):
-        expected = message.rows * message.k * FLOAT_BYTES
+        expected = panel_bytes(message.rows, message.columns, message.dtype)
         if message.size != expected:
-            return f"size {message.size}, expected {expected} for {message.rows} x {message.k} {message.dtype}"
+            return f"size {message.size}, expected {expected} for {message.rows} x {message.columns} {message.dtype}"
     return ""

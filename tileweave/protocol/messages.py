@@ -1,4 +1,4 @@
-"""The messages of protocol v1: one struct each, with its number on the wire.
+"""The messages of protocol v2: one struct each, with its number on the wire.
 
 A frame is a 16-byte header, one JSON object (the fields below) and, for PANEL and RESULT, a run of payload bytes; see
 `frames.py` for the layout and PROTOCOL.md for the page a stranger needs. Every field is bounded here, so that a message
@@ -15,11 +15,13 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+from tileweave.protocol.elements import Dtype, ResultDtype
+
+PROTOCOL_VERSION = 2
 JS_SAFE_INTEGER_MAX = 2**53 - 1
 DIMENSION_MAX = 2**24
 TEXT_CHARACTERS_MAX = 500
-FLOAT_BYTES = 4  # of an element: `dtype` is always f32
+TERMS_MAX = 256  # of one lease
 
 Id = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+\Z")]  # \Z: $ lets a newline by
 LeaseId = Annotated[int, Meta(ge=0, le=JS_SAFE_INTEGER_MAX)]
@@ -30,6 +32,7 @@ Rate = Annotated[float, Meta(ge=0, le=1e18)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 Name = Annotated[str, Meta(max_length=64)]
 Secret = Annotated[str, Meta(min_length=16, max_length=128)]
+Offset = Annotated[int, Meta(ge=0, le=DIMENSION_MAX)]
 
 
 class Kind(IntEnum):
@@ -98,16 +101,17 @@ class Welcome(Struct, frozen=True, kw_only=True):
 
 
 class Panel(Struct, frozen=True, kw_only=True):
-    """Server -> device: bytes [offset, offset + payload) of a panel of `rows` x `k` elements, `size` bytes in all.
-    The chunks of one panel come in order; chunks of two panels may interleave."""
+    """Server -> device: bytes [offset, offset + payload) of a panel of `rows` x `columns` elements of `dtype`, `size`
+    bytes in all (elements.py says how they lie). The chunks of one panel come in order; chunks of two panels may
+    interleave. A chunk at offset 0 begins the panel anew, whatever has come of it."""
 
     KIND: ClassVar[Kind] = Kind.PANEL
     panel: Id
     rows: Dimension
-    k: Dimension
+    columns: Dimension
     offset: Size
     size: Size
-    dtype: Literal["f32"] = "f32"
+    dtype: Dtype = "f32"
 
 
 class Drop(Struct, frozen=True, kw_only=True):
@@ -130,11 +134,30 @@ Accuracy = Literal["rowwise", "normwise"]
 normwise: the rounding of the largest terms of the whole product; Strassen-like algorithms give no more."""
 
 
+class Term(Struct, frozen=True, kw_only=True):
+    """One of the products whose sum a tile is: where its operands lie in two panels. `k` is the length of this term's
+    sums. Lines are rows of A, or columns of B; where the lease says `by_k`, the panel's rows run along k instead.
+
+        a_by_k false   A_i[r, l] = a[a_row + i m + r, a_column + l]        i < batch, r < m, l < k
+        a_by_k true    A_i[r, l] = a[a_row + i k + l, a_column + r]
+        b_by_k false   B_i[l, c] = b[b_row + i n + c, b_column + l]        c < n
+        b_by_k true    B_i[l, c] = b[b_row + i k + l, b_column + c]
+    """
+
+    k: Dimension
+    a: Id
+    b: Id
+    a_row: Offset = 0
+    a_column: Offset = 0
+    b_row: Offset = 0
+    b_column: Offset = 0
+
+
 class Lease(Struct, frozen=True, kw_only=True):
-    """Server -> device: compute one tile. `batch` independent products C_i[m,n] = A_i[m,k] B_i[k,n]; panel `a` holds
-    the batch x m rows of A, panel `b` the batch x n rows of B^T, both k long. Answer with RESULT (batch x m x n
-    elements, row-major) or FAIL within `deadline_s` of its arrival. `job` is echoed in the answer. `accuracy`: what the
-    result will be checked for."""
+    """Server -> device: compute one tile. `batch` independent products C_i[m,n], each the sum of A_i[m,k] B_i[k,n] over
+    `terms`. Answer with RESULT (batch x m x n elements of `dtype`, row-major) or FAIL within `deadline_s` of its
+    arrival. Sums are float32 or better; a narrower result is rounded once, to the nearest, at the end. `job` is echoed
+    in the answer. `accuracy`: what the result will be checked for."""
 
     KIND: ClassVar[Kind] = Kind.LEASE
     lease: LeaseId
@@ -142,12 +165,12 @@ class Lease(Struct, frozen=True, kw_only=True):
     batch: Dimension
     m: Dimension
     n: Dimension
-    k: Dimension
-    a: Id
-    b: Id
+    terms: Annotated[list[Term], Meta(min_length=1, max_length=TERMS_MAX)]
     deadline_s: Seconds
+    a_by_k: bool = False
+    b_by_k: bool = False
     kind: Literal["tile"] = "tile"
-    dtype: Literal["f32"] = "f32"
+    dtype: ResultDtype = "f32"
     accuracy: Accuracy = "rowwise"
 
 
