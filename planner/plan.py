@@ -24,6 +24,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.panels import row_bytes, sides
 from planner.partition import partition
 from planner.shapes import Device, Gemm, Plan, PlanLimits, Rect, Share
 from planner.tiles import TILE_LEASES_MIN, cut, panel_bytes, result_bytes, smallest_tile_bytes, tile_seconds
@@ -66,10 +67,10 @@ def _plan(gemm: Gemm, fleet: tuple[Device, ...], limits: PlanLimits) -> Plan:
     left_out: dict[str, str] = {}
     able: list[Device] = []
     need = smallest_tile_bytes(gemm)
-    row = gemm.element_bytes * gemm.k
+    row = max(row_bytes(side, gemm) for side in sides(gemm.whole, gemm))
     for device in fleet:
         if row > limits.panel_bytes_max:
-            left_out[device.device] = f"one row of {row} bytes exceeds a panel's {limits.panel_bytes_max}"
+            left_out[device.device] = f"one row of {row:.0f} bytes exceeds a panel's {limits.panel_bytes_max}"
         elif device.memory_bytes < need:
             left_out[device.device] = f"memory: has {device.memory_bytes} bytes, the smallest tile needs {need}"
         else:
@@ -99,7 +100,7 @@ def _stage_seconds(gemm: Gemm, device: Device, rects: Sequence[Rect]) -> float:
     """Seconds of the slowest stage: transfers and kernel overlap across tiles."""
     return max(
         sum(sum(panel_bytes(rect, gemm)) for rect in rects) / device.down_bps,
-        sum(rect.flop(gemm.k) for rect in rects) / device.flops,
+        sum(rect.flop(gemm) for rect in rects) / device.flops,
         sum(result_bytes(rect, gemm) for rect in rects) / device.up_bps,
     )
 
@@ -155,9 +156,9 @@ def _counts(devices: int) -> list[int]:
 def _elements_within(gemm: Gemm, busy: Floats, flops: Floats, down: Floats, up: Floats) -> Floats:
     """Elements of C that a device's kernel, downlink and uplink each allow in `busy` seconds; the least of them. The
     downlink carries b k (rows + columns): a square while it is narrower than C, then a strip of C's short side."""
-    kernel = busy * flops / (2 * gemm.k)
-    uplink = busy * up / gemm.element_bytes
-    perimeter = busy * down / (gemm.element_bytes * gemm.k)
+    kernel = busy * flops / (2 * gemm.depth)
+    uplink = busy * up / gemm.result_bytes
+    perimeter = busy * down / (gemm.element_bytes * gemm.depth)
     if gemm.batch > 1:
         downlink = perimeter * (gemm.m * gemm.n / (gemm.m + gemm.n))
     else:
@@ -172,7 +173,7 @@ def _memory_elements(gemm: Gemm, able: list[Device]) -> Floats:
     total = float(gemm.whole.elements)
     if gemm.batch > 1:
         return np.full(len(able), total)
-    perimeter = np.array([device.memory_bytes for device in able]) / (2 * gemm.element_bytes * gemm.k)
+    perimeter = np.array([device.memory_bytes for device in able]) / (2 * gemm.element_bytes * gemm.depth)
     short = min(gemm.m, gemm.n)
     held = np.where(perimeter <= 2 * short, (perimeter / 2) ** 2, short * (perimeter - short))
     return held if float(held[0]) >= total else np.full(len(able), total)

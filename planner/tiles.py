@@ -1,19 +1,21 @@
 """Tiles: what one costs on a device, and how a rectangle is cut into them for one device.
 
-A tile is moved as two panels (rows of A, rows of B^T, full k) and one result. The idea of `cut`: large enough that a
+A tile is moved as panels of A and of B (panels.py) and one result. The idea of `cut`: large enough that a
 lease's fixed cost and the round trip disappear in it, small enough that a share has tiles to overlap (one downloads,
 one computes, one uploads) and that a lost one costs little; near-square, because panel bytes grow with the
 half-perimeter. The order is a growing square, so that each new panel serves as many tiles as possible at once.
 
-Left out: splitting k (each tile has the full k), and streaming a tile's operands in chunks.
+Left out: splitting k (strips.py does), and streaming a tile's operands in chunks.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
-from planner.shapes import Device, Gemm, PlanLimits, Rect
+from planner.panels import panels_bytes, terms
+from planner.shapes import EXACT, Device, Gemm, Grains, PlanLimits, Rect
 
 EDGE = 8
 """Tile edges are multiples of this where there is room: a kernel's register block and a cache line of results."""
@@ -28,48 +30,52 @@ TILE_SECONDS_MAX = 2.0
 """A tile longer than this is cut further: it is what a lost device costs."""
 
 
-def panel_bytes(rect: Rect, gemm: Gemm) -> tuple[int, int]:
-    """Bytes of the rectangle's panel of A and of B^T."""
-    row = gemm.element_bytes * gemm.k
-    return row * rect.batch * rect.m, row * rect.batch * rect.n
+def panel_bytes(rect: Rect, gemm: Gemm) -> tuple[float, float]:
+    """Bytes of the rectangle's panels of A and of B, by themselves."""
+    a, b, _ = panels_bytes(rect, gemm)
+    return a, b
 
 
 def result_bytes(rect: Rect, gemm: Gemm) -> int:
     """Bytes of the rectangle of C."""
-    return gemm.element_bytes * rect.elements
+    return gemm.result_bytes * rect.elements
 
 
-def tile_bytes(rect: Rect, gemm: Gemm) -> int:
-    """Bytes of both panels and the result: what one lease needs on a device that holds nothing."""
-    return sum(panel_bytes(rect, gemm)) + result_bytes(rect, gemm)
-
-
-def tile_seconds(rect: Rect, gemm: Gemm, device: Device, new_panel_bytes: int, lease_seconds: float) -> float:
+def tile_seconds(rect: Rect, gemm: Gemm, device: Device, new_panel_bytes: float, lease_seconds: float) -> float:
     """Seconds from sending a lease to its result on an idle device that must first download `new_panel_bytes`: the sum
     of all stages, since within one tile nothing overlaps."""
     return (
         device.rtt_s
         + lease_seconds
         + new_panel_bytes / device.down_bps
-        + rect.flop(gemm.k) / device.flops
+        + rect.flop(gemm) / device.flops
         + result_bytes(rect, gemm) / device.up_bps
     )
 
 
-def fits(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits) -> bool:
+def fits(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, grains: Grains = EXACT) -> bool:
     """May this be one tile of that device? Its panels and result within the wire's limits, and the memory holding two
     such tiles, so that one can arrive while the other computes."""
-    a, b = panel_bytes(rect, gemm)
+    a, b, largest = panels_bytes(rect, gemm, grains)
+    result = result_bytes(rect, gemm)
     return (
-        max(a, b) <= limits.panel_bytes_max
-        and result_bytes(rect, gemm) <= limits.result_bytes_max
-        and 2 * tile_bytes(rect, gemm) <= device.memory_bytes
+        largest <= limits.panel_bytes_max
+        and result <= limits.result_bytes_max
+        and 2 * (a + b + result) <= device.memory_bytes
+        and _terms_at_most(rect, gemm, grains) <= limits.terms_max
     )
+
+
+def _terms_at_most(rect: Rect, gemm: Gemm, grains: Grains) -> int:
+    if gemm.parts == 1 and not (gemm.a_by_k or gemm.b_by_k):
+        return 1
+    return len(terms(rect, gemm, grains))
 
 
 def smallest_tile_bytes(gemm: Gemm) -> int:
     """Memory a device must have to take any part of this GEMM: two tiles of one element."""
-    return 2 * gemm.element_bytes * (2 * gemm.k + 1)
+    a, b, _ = panels_bytes(Rect(0, 1, 0, 1, 0, 1), gemm)
+    return int(2 * (a + b + gemm.result_bytes))
 
 
 def cut(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits) -> tuple[Rect, ...]:
@@ -86,20 +92,23 @@ def tiles_wanted(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits) -> 
     return max(1, min(max(aim, math.ceil(seconds / TILE_SECONDS_MAX)), limits.tiles_per_share_max))
 
 
-def split(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int) -> tuple[Rect, ...]:
-    """Cut into about `wanted` tiles, more where they would not fit; empty where nothing fits."""
+def split(
+    rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int, grains: Grains = EXACT
+) -> tuple[Rect, ...]:
+    """Cut into about `wanted` tiles, more where they would not fit; empty where nothing fits. With grains the rectangle
+    must lie within one panel of each operand that lies by lines."""
     if rect.batch == 1:
-        return _split_plane(rect, gemm, device, limits, wanted)
-    entry = Rect(rect.b0, rect.b0 + 1, rect.m0, rect.m1, rect.n0, rect.n1)
-    if wanted <= rect.batch and fits(entry, gemm, device, limits):
+        return _split_plane(rect, gemm, device, limits, wanted, grains)
+    entry = replace(rect, b1=rect.b0 + 1)
+    if wanted <= rect.batch and fits(entry, gemm, device, limits, grains):
         runs = wanted
-        while not all(fits(tile, gemm, device, limits) for tile in _batch_runs(rect, runs)):
+        while not all(fits(tile, gemm, device, limits, grains) for tile in _batch_runs(rect, runs)):
             runs = min(2 * runs, rect.batch)
         return tuple(_batch_runs(rect, runs))
     each = math.ceil(wanted / rect.batch)
     tiles: list[Rect] = []
     for b in range(rect.b0, rect.b1):
-        plane = _split_plane(Rect(b, b + 1, rect.m0, rect.m1, rect.n0, rect.n1), gemm, device, limits, each)
+        plane = _split_plane(replace(rect, b0=b, b1=b + 1), gemm, device, limits, each, grains)
         if not plane:
             return ()
         tiles += plane
@@ -116,10 +125,12 @@ def edges(start: int, stop: int, parts: int) -> list[int]:
 
 def _batch_runs(rect: Rect, runs: int) -> list[Rect]:
     borders = [rect.b0 + i * rect.batch // runs for i in range(runs + 1)]
-    return [Rect(b0, b1, rect.m0, rect.m1, rect.n0, rect.n1) for b0, b1 in pairwise(borders) if b1 > b0]
+    return [replace(rect, b0=b0, b1=b1) for b0, b1 in pairwise(borders) if b1 > b0]
 
 
-def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int) -> tuple[Rect, ...]:
+def _split_plane(
+    rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int, grains: Grains
+) -> tuple[Rect, ...]:
     edge = math.sqrt(rect.m * rect.n / wanted)
     rows = max(1, min(rect.m, round(rect.m / edge), wanted))
     columns = max(1, min(rect.n, round(wanted / rows)))
@@ -127,7 +138,8 @@ def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wan
         row_edges, column_edges = edges(rect.m0, rect.m1, rows), edges(rect.n0, rect.n1, columns)
         height = max(b - a for a, b in pairwise(row_edges))
         width = max(b - a for a, b in pairwise(column_edges))
-        if fits(Rect(0, 1, 0, height, 0, width), gemm, device, limits):
+        largest = replace(rect, m1=rect.m0 + height, n1=rect.n0 + width)
+        if fits(largest, gemm, device, limits, grains):
             break
         if height == width == 1:
             return ()
@@ -136,7 +148,7 @@ def _split_plane(rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wan
         else:
             columns = min(rect.n, columns * 2)
     return tuple(
-        Rect(rect.b0, rect.b1, row_edges[i], row_edges[i + 1], column_edges[j], column_edges[j + 1])
+        replace(rect, m0=row_edges[i], m1=row_edges[i + 1], n0=column_edges[j], n1=column_edges[j + 1])
         for i, j in _growing_square(rows, columns)
     )
 

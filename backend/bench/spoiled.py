@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,8 @@ def train_spoiled(kind: str) -> None:
     start = ArenaMultiplier.start
 
     class Spoiled:
-        def __init__(self, a: Tensor, bt: Tensor, pending: Pending) -> None:
-            self._last = a[:, :, -1:] * bt[:, None, :, -1]
+        def __init__(self, a: Sequence[Tensor], bt: Sequence[Tensor], pending: Pending) -> None:
+            self._last = sum(x[:, :, -1:] * y[:, None, :, -1] for x, y in zip(a, bt, strict=True))
             self._pending = pending
 
         def read(self, read: Read) -> None:
@@ -53,8 +54,8 @@ def train_spoiled(kind: str) -> None:
 
             self._pending.read(spoiled)
 
-    def spoil(self: ArenaMultiplier, a: Tensor, bt: Tensor) -> Pending:
-        return Spoiled(a, bt, start(self, a, bt))
+    def spoil(self: ArenaMultiplier, a: Sequence[Tensor], bt: Sequence[Tensor], uses: int = 1) -> Pending:
+        return Spoiled(a, bt, start(self, a, bt, uses))
 
     ArenaMultiplier.start = spoil  # type: ignore[method-assign]
     gpt_bytes.main()

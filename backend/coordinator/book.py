@@ -75,7 +75,6 @@ class Book:
         new_bytes = device.new_bytes(tile.panels)
         predicted_s = tile_seconds(tile.rect, gemm.shape, device.planned(), new_bytes, limits.plan.lease_seconds)
         device.hold(tile.panels)
-        gemm.panels.update(tile.panels)
         number = self.epoch * EPOCH_LEASES + self._next_lease
         lease = LeaseRecord(number, tile, device, self.now_s, new_bytes, predicted_s, gemm.accuracy)
         self._next_lease += 1
@@ -97,13 +96,14 @@ class Book:
             batch=tile.rect.batch,
             m=tile.rect.m,
             n=tile.rect.n,
-            k=gemm.shape.k,
-            a=tile.a.panel,
-            b=tile.b.panel,
+            terms=tile.terms,
             deadline_s=limits.deadline_factor * waits_s + limits.deadline_grace_s,
+            a_by_k=gemm.shape.a_by_k,
+            b_by_k=gemm.shape.b_by_k,
+            dtype=gemm.request.elements.results,
             accuracy=gemm.accuracy,
         )
-        self.effects.append(SendLease(device.gateway, device.device, device.connection, message, tile.a, tile.b))
+        self.effects.append(SendLease(device.gateway, device.device, device.connection, message, tile.refs))
         if first:
             self.effects.append(PrepareCheck(gemm.request.gemm, tile.rect))
         return True
@@ -211,11 +211,6 @@ class Book:
         for lease in gemm.leases:
             if lease.state in ENDED:
                 self._forget(lease)
-        if gemm.panels:
-            panels = tuple(sorted(gemm.panels))
-            for device in self.devices.values():
-                device.drop(panels)
-            self.effects.append(DropPanels(panels))
         self.wake = True
 
     def remove(self, device: DeviceRecord, why: str) -> None:

@@ -62,7 +62,10 @@ class Dispatcher:
             if not straggles and (tried or done_s - self.now_s <= self.seconds(tile, device)):
                 continue  # a trial that is cut short tells nothing
             rank = abs(overdue_s)
-            if (best is None or rank > best[0]) and fits(tile.rect, gemm.shape, device.planned(), self.limits.plan):
+            grains = tile.grains
+            if (best is None or rank > best[0]) and fits(
+                tile.rect, gemm.shape, device.planned(), self.limits.plan, grains
+            ):
                 best = (rank, tile)
         return None if best is None else best[1]
 
@@ -71,7 +74,7 @@ class Dispatcher:
         far too long; empty where nothing of it fits."""
         shape, planned = tile.gemm.shape, device.planned()
         seconds = self.seconds(tile, device)
-        if seconds <= 2 * TILE_SECONDS_MAX and fits(tile.rect, shape, planned, self.limits.plan):
+        if seconds <= 2 * TILE_SECONDS_MAX and fits(tile.rect, shape, planned, self.limits.plan, tile.grains):
             return (tile.rect,)
         return split(tile.rect, shape, planned, self.limits.plan, math.ceil(seconds / TILE_SECONDS_MAX))
 
@@ -105,7 +108,7 @@ class Dispatcher:
             return math.inf
         flop = gemm.queued_flop[share]
         planned = owner.planned()
-        bytes_up = gemm.shape.element_bytes * flop / (2 * gemm.shape.k)
+        bytes_up = gemm.shape.result_bytes * flop / (2 * gemm.shape.depth)
         leases_s = len(gemm.queues[share]) * self.limits.plan.lease_seconds
         before_s = sum(lease.predicted_s for lease in owner.out.values())
         return before_s + max(flop / planned.flops, bytes_up / planned.up_bps, leases_s)

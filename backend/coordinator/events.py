@@ -11,16 +11,34 @@ from dataclasses import dataclass
 from enum import Enum
 
 from backend.switchboard.messages import DeviceOnline, PanelRef, SlotRef
-from planner.shapes import Rect
+from planner.shapes import Gemm, Rect
+from tileweave.protocol.elements import ELEMENT_BYTES, WIRES, Elements, panel_bytes
 from tileweave.protocol.messages import Accuracy, Lease, Verdict
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """One part of an operand as the script stored it: `rows` x `columns` of the wire's elements at `offset` of the file
+    at `path` (i8: the scales at `scales`), unchanged for as long as the stamp is there (switchboard's PanelRef).
+    `content` is the same for the same bytes only."""
+
+    content: str
+    path: str
+    offset: int
+    rows: int
+    columns: int
+    stamp_offset: int = 0
+    stamp: int = 0
+    scales: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GemmSubmitted:
-    """The script wants C_i[m,n] = A_i[m,k] B_i[k,n], i < batch. `a_path`/`a_offset` name batch x m rows of k float32,
-    `b_path`/`b_offset` batch x n rows of k (B^T). `accuracy`: what its leases ask for."""
+    """The script wants C_i[m,n] = A_i[m,k] B_i[k,n], i < batch, or with several parts the sum of A_p B_p. Each part of A
+    is stored by lines, batch x m rows of k, or `a_by_k`, batch x k rows of m; of B so with n. `b_uses`: products that B
+    is expected to be part of. `accuracy`: what its leases ask for."""
 
     gemm: int
     step: int
@@ -28,11 +46,23 @@ class GemmSubmitted:
     m: int
     n: int
     k: int
-    a_path: str
-    a_offset: int
-    b_path: str
-    b_offset: int
+    a: tuple[Matrix, ...]
+    b: tuple[Matrix, ...]
+    a_by_k: bool = False
+    b_by_k: bool = False
+    b_uses: int = 1
+    elements: Elements = WIRES["f32"]
     accuracy: Accuracy = "rowwise"
+
+    @property
+    def shape(self) -> Gemm:
+        """For the planner."""
+        panels = self.elements.panels
+        widest = min(matrix.columns for matrix in (*self.a, *self.b))
+        return Gemm(
+            self.batch, self.m, self.n, self.k, panel_bytes(1, widest, panels) / widest,
+            ELEMENT_BYTES[self.elements.results], len(self.a), self.a_by_k, self.b_by_k, self.b_uses,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +202,7 @@ class SendLease:
     device: str
     connection: str
     lease: Lease
-    a: PanelRef
-    b: PanelRef
+    panels: tuple[PanelRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +237,19 @@ class SendRevoke:
 
 @dataclass(frozen=True, slots=True)
 class DropPanels:
-    """These panels will never be leased again, on any device; or, where a connection is named, that device must make
-    room: drop them there only, after the leases already sent and before those that follow."""
+    """That device must make room: drop these panels there, after the leases already sent and before those that
+    follow."""
 
     panels: tuple[str, ...]
-    gateway: str = ""
-    device: str = ""
-    connection: str = ""
+    gateway: str
+    device: str
+    connection: str
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareCheck:
-    """A lease went out: probe products for these two panels will be needed (B R once per panel, A (B R) per pair)."""
+    """A lease went out: what its check needs besides the result (B R once for all tiles of these columns, A (B R) for
+    each)."""
 
     gemm: int
     rect: Rect

@@ -54,10 +54,12 @@ def _check_gemm(gemm: GemmRun) -> None:
 
 
 def _check_cover(gemm: GemmRun) -> None:
-    count = np.zeros((gemm.shape.batch, gemm.shape.m, gemm.shape.n), dtype=np.uint8)
+    borders = sorted({k for tile in gemm.tiles.values() for k in tile.rect.k_run(gemm.shape)})
+    count = np.zeros((gemm.shape.batch, gemm.shape.m, gemm.shape.n, len(borders) - 1), dtype=np.uint8)
     for tile in gemm.tiles.values():
         rect = tile.rect
-        count[rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1] += 1
+        k0, k1 = (borders.index(k) for k in rect.k_run(gemm.shape))
+        count[rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1, k0:k1] += 1
         assert rect.batch == 1 or (rect.m, rect.n) == (gemm.shape.m, gemm.shape.n), f"{rect} is not one run of rows"
     assert bool((count == 1).all()), "tiles do not cover C exactly once"
 

@@ -56,6 +56,7 @@ from backend.coordinator.events import (
 )
 from backend.coordinator.fleet import DeviceRecord, MachineLimits
 from backend.coordinator.invariants import check_invariants
+from backend.coordinator.planning import Planning
 from backend.coordinator.progress import Progress, progress
 from backend.coordinator.records import GemmRun, LeaseRecord, Tile
 from backend.coordinator.transitions import ANSWERS, HOLDS_SLOT, TRANSITIONS, LeaseError, LeaseEvent, TileState
@@ -73,6 +74,7 @@ class Machine:
 
     def __init__(self, job: str, epoch: int, limits: MachineLimits) -> None:
         self.book = Book(job, epoch, limits)
+        self._planning = Planning(limits.plan)
         self._begun = False
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -146,20 +148,20 @@ class Machine:
 
     def _gemm(self, event: GemmSubmitted) -> None:
         assert event.gemm not in self.book.gemms, f"GEMM {event.gemm} is open already"
-        self.book.gemms[event.gemm] = GemmRun(event, f"{self.book.job}.{self.book.epoch}.{event.gemm}", self.book.now_s)
+        self.book.gemms[event.gemm] = GemmRun(event, self.book.now_s)
         self.book.wake = True
 
     def _plan(self, gemm: GemmRun) -> None:
         """Cut the GEMM for the devices that take work; fail it where none of all devices could take any of it."""
         now_s = self.book.now_s
-        fleet = [device.planned() for device in self.book.devices.values() if not device.why_not(now_s)]
-        made = plan(gemm.shape, fleet, self.book.limits.plan)
+        fleet = [device for device in self.book.devices.values() if not device.why_not(now_s)]
+        made = self._planning.plan(gemm, fleet)
         if made.shares:
             gemm.planned = True
             gemm.predicted_s = made.predicted_s
             for share in made.shares:
                 for rect in share.tiles:
-                    gemm.add(rect, share.device)
+                    gemm.add(rect, share.device, share.grains)
         elif (
             fleet
             and not plan(gemm.shape, [d.planned() for d in self.book.devices.values()], self.book.limits.plan).shares
@@ -167,7 +169,7 @@ class Machine:
             reasons = "; ".join(f"{device}: {reason}" for device, reason in sorted(made.left_out.items())[:3])
             self.book.fail(
                 gemm,
-                f"a product of {gemm.shape.m} x {gemm.shape.k} by {gemm.shape.k} x {gemm.shape.n} fits no device, even "
+                f"a product of {gemm.shape.m} x {gemm.shape.depth} by {gemm.shape.depth} x {gemm.shape.n} fits no device, even "
                 f"in tiles of one element ({smallest_tile_bytes(gemm.shape)} bytes): {reasons}",
             )
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from backend.coordinator.events import GemmSubmitted
 from backend.coordinator.transitions import LeaseState, TileState, tile_state
 from backend.switchboard.messages import PanelRef, SlotRef
-from planner.shapes import Gemm, Rect
-from planner.tiles import panel_bytes, result_bytes
-from tileweave.protocol.messages import Accuracy
+from planner.panels import PanelRows, terms
+from planner.shapes import EXACT, Grains, Rect
+from planner.tiles import result_bytes
+from tileweave.protocol.elements import ELEMENT_BYTES, SCALE_BYTES, scales_per_row
+from tileweave.protocol.messages import Accuracy, Term
 
 if TYPE_CHECKING:
     from backend.coordinator.fleet import DeviceRecord
@@ -51,15 +53,16 @@ class LeaseRecord:
 
 @dataclass(slots=True, eq=False)
 class Tile:
-    """A rectangle of C that is leased as one. `spoiled` names devices that returned a wrong result for it or failed;
-    `panels` are the bytes of `a` and `b` by their id."""
+    """A rectangle of C, or of a partial sum, that is leased as one. `grains`: how its panels are cut. `spoiled` names
+    devices that returned a wrong result for it or failed; `panels` are the bytes of `refs` by their id."""
 
     number: int
     gemm: GemmRun
     rect: Rect
+    grains: Grains
     share: str
-    a: PanelRef
-    b: PanelRef
+    terms: list[Term]
+    refs: tuple[PanelRef, ...]
     panels: dict[str, int]
     flop: int
     result_bytes: int
@@ -73,13 +76,12 @@ class Tile:
 
 
 class GemmRun:
-    """One GEMM from its submission until each of its leases has ended. `prefix` makes its panels' ids unique over jobs,
-    epochs and GEMMs, since a device may keep panels when it goes to another job."""
+    """One GEMM from its submission until each of its leases has ended. Its panels are named by their content: what a
+    device holds may serve other GEMMs too."""
 
-    def __init__(self, request: GemmSubmitted, prefix: str, now_s: float) -> None:
+    def __init__(self, request: GemmSubmitted, now_s: float) -> None:
         self.request = request
-        self.prefix = prefix
-        self.shape = Gemm(request.batch, request.m, request.n, request.k)
+        self.shape = request.shape
         self.submitted_s = now_s
         self.first_lease_s: float | None = None
         self.predicted_s = 0.0
@@ -95,21 +97,21 @@ class GemmRun:
         self.queued_flop: dict[str, int] = {}
         self.leased: dict[int, Tile] = {}
         self.leases: list[LeaseRecord] = []
-        self.panels: set[str] = set()
         self._next_tile = 0
 
-    def add(self, rect: Rect, share: str) -> Tile:
+    def add(self, rect: Rect, share: str, grains: Grains = EXACT) -> Tile:
         """A new ready tile, at the end of a share's queue."""
-        a, b = self._panels(rect)
+        terms, refs = self._terms(rect, grains)
         tile = Tile(
             number=self._next_tile,
             gemm=self,
             rect=rect,
+            grains=grains,
             share=share,
-            a=a,
-            b=b,
-            panels=dict(zip((a.panel, b.panel), panel_bytes(rect, self.shape), strict=True)),
-            flop=rect.flop(self.shape.k),
+            terms=terms,
+            refs=refs,
+            panels={ref.panel: ref.size for ref in refs},
+            flop=rect.flop(self.shape),
             result_bytes=result_bytes(rect, self.shape),
         )
         self._next_tile += 1
@@ -120,8 +122,8 @@ class GemmRun:
         return tile
 
     def replace(self, tile: Tile, rects: tuple[Rect, ...], share: str) -> list[Tile]:
-        """Re-cut a ready tile; its leases must have ended. The pieces keep its list of devices that spoiled it, and are
-        then for anyone, not only for `share`."""
+        """Re-cut a ready tile; its leases must have ended. The pieces have panels of their own; they keep its list of
+        devices that spoiled it, and are then for anyone, not only for `share`."""
         self._unfile(tile)
         del self.tiles[tile.number]
         self.remaining -= 1
@@ -156,16 +158,32 @@ class GemmRun:
             if not queue:
                 del self.queues[tile.share], self.queued_flop[tile.share]
 
-    def _panels(self, rect: Rect) -> tuple[PanelRef, PanelRef]:
-        """The rectangle's rows of A and of B^T, counted over the whole batch: one contiguous run each, because a
-        rectangle spans several batch entries only with all of their rows and columns."""
-        request, k = self.request, self.shape.k
-        a_first, a_rows = rect.b0 * request.m + rect.m0, rect.batch * rect.m
-        b_first, b_rows = rect.b0 * request.n + rect.n0, rect.batch * rect.n
-        row = k * self.shape.element_bytes
-        a_id = f"{self.prefix}.a.{a_first}-{a_first + a_rows - 1}"
-        b_id = f"{self.prefix}.b.{b_first}-{b_first + b_rows - 1}"
-        return (
-            PanelRef(a_id, request.a_path, request.a_offset + a_first * row, a_rows, k),
-            PanelRef(b_id, request.b_path, request.b_offset + b_first * row, b_rows, k),
+    def ref(self, operand: int, panel: PanelRows) -> PanelRef:
+        """A panel of A (0) or B (1)."""
+        matrix = (self.request.a, self.request.b)[operand][panel.part]
+        dtype = self.request.elements.panels
+        return PanelRef(
+            f"{matrix.content}.{panel.first}-{panel.last - 1}",
+            matrix.path,
+            matrix.offset + panel.first * matrix.columns * ELEMENT_BYTES[dtype],
+            panel.last - panel.first,
+            matrix.columns,
+            matrix.stamp_offset,
+            matrix.stamp,
+            dtype,
+            matrix.scales + panel.first * scales_per_row(matrix.columns) * SCALE_BYTES if dtype == "i8" else 0,
         )
+
+    def _terms(self, rect: Rect, grains: Grains) -> tuple[list[Term], tuple[PanelRef, ...]]:
+        """A tile's terms as its lease says them, and the panels that they name."""
+        refs: dict[tuple[int, PanelRows], PanelRef] = {}
+        found: list[Term] = []
+        for term in terms(rect, self.shape, grains):
+            a, b = (refs.setdefault(key, self.ref(*key)) for key in ((0, term.a.panel), (1, term.b.panel)))
+            found.append(
+                Term(
+                    k=term.k, a=a.panel, b=b.panel, a_row=term.a.row, a_column=term.a.column,
+                    b_row=term.b.row, b_column=term.b.column,
+                )
+            )  # fmt: skip
+        return found, tuple({ref.panel: ref for ref in refs.values()}.values())

@@ -74,16 +74,14 @@ class Counters:
     def leased(self, effect: SendLease) -> None:
         """A lease goes out, after its missing panels."""
         sent = self._panels_sent.setdefault(effect.connection, set())
-        for panel in (effect.a, effect.b):
+        for panel in effect.panels:
             if panel.panel not in sent:
                 sent.add(panel.panel)
                 self.totals.bytes_down += panel.size
 
     def dropped(self, effect: DropPanels) -> None:
-        """The named device, or each, forgets these panels."""
-        for connection, sent in self._panels_sent.items():
-            if effect.connection in ("", connection):
-                sent.difference_update(effect.panels)
+        """The device forgets these panels."""
+        self._panels_sent.get(effect.connection, set()).difference_update(effect.panels)
 
     def arrived(self, event: ResultArrived) -> None:
         """A result was uploaded, useful or not."""

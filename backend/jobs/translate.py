@@ -34,13 +34,12 @@ def event_of(message: wire.ToCoordinator) -> core.Event | None:
             return None
 
 
-def messages_of(effect: core.Effect, job: str, gateways: set[str]) -> list[tuple[str, wire.ToGateway]]:
-    """What an effect says to gateways, by stream; nothing where it is not for them. `gateways`: those of all devices
-    that this job has had."""
+def messages_of(effect: core.Effect, job: str) -> list[tuple[str, wire.ToGateway]]:
+    """What an effect says to gateways, by stream; nothing where it is not for them."""
     match effect:
         case core.SendLease():
             push = wire.Push(
-                device=effect.device, connection=effect.connection, lease=effect.lease, a=effect.a, b=effect.b
+                device=effect.device, connection=effect.connection, lease=effect.lease, panels=list(effect.panels)
             )
             return [(gateway_stream(effect.gateway), push)]
         case core.SendAck():
@@ -61,7 +60,6 @@ def messages_of(effect: core.Effect, job: str, gateways: set[str]) -> list[tuple
             drop = wire.DropPanels(
                 job=job, panels=list(effect.panels), device=effect.device, connection=effect.connection
             )
-            to = [effect.gateway] if effect.connection else sorted(gateways)
-            return [(gateway_stream(gateway), drop) for gateway in to]
+            return [(gateway_stream(effect.gateway), drop)]
         case _:
             return []

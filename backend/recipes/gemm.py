@@ -56,7 +56,7 @@ def multiply(run: Run, a: NDArray[np.float32], b: NDArray[np.float32], path: Pat
         def read(found: torch.Tensor, into: torch.Tensor = into) -> None:
             into.copy_(found)
 
-        run.multiplier.start(part, bt).read(read)
+        run.multiplier.start([part], [bt]).read(read)
         print(f"rows {first + into.shape[1]:,} of {m:,}", flush=True)
     product.flush()
     temporary.replace(path)

@@ -92,7 +92,7 @@ def test_store_carries_the_believed_and_the_servers_seconds(bench: Any) -> None:
     harness.result(leases[0], seconds=99.0, after_s=0.5)
     store = bench.one(Store, harness.do(Checked(leases[0].lease.lease, Check.GOOD)))
     assert store.seconds == store.span_s == pytest.approx(0.5)
-    assert store.flop == store.rect.flop(512)
+    assert store.flop == store.rect.flop(Gemm(1, 512, 512, 512))
 
 
 def test_work_waits_for_a_device_and_an_idle_one_that_joins_takes_part_at_once(bench: Any) -> None:

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from tileweave.conversions import panel_floats
+from tileweave.protocol.elements import WIRES, Dtype, panel_bytes
 from tileweave.script import wire
 
 DEADLINE_S = 30.0
@@ -22,6 +24,19 @@ def matrix(region: wire.Region, shape: tuple[int, ...], mode: Any = "r") -> np.n
     assert region.size == 4 * int(np.prod(shape))
     assert region.offset % 64 == 0
     return np.memmap(region.path, np.float32, mode, region.offset, shape)
+
+
+def operand(part: wire.Part, batch: int, lines: int, k: int, by_k: bool, dtype: Dtype) -> np.ndarray:
+    """(batch, lines, k) float32 of a part as it is stored."""
+    region = part.region
+    rows, columns = (batch * k, lines) if by_k else (batch * lines, k)
+    assert region.size == panel_bytes(rows, columns, dtype)
+    assert region.offset % 64 == 0
+    stamp = np.fromfile(region.path, "<u8", 1, offset=part.stamp_offset)
+    assert stamp == part.stamp
+    data = np.fromfile(region.path, np.uint8, region.size, offset=region.offset)
+    stored = panel_floats(memoryview(data), rows, columns, dtype).reshape(batch, -1, columns)
+    return stored.transpose(0, 2, 1) if by_k else stored
 
 
 class Peer:
@@ -62,9 +77,12 @@ class Peer:
         return []
 
     def product(self, gemm: wire.GemmRequest) -> wire.Product:
-        a = matrix(gemm.a, (gemm.batch, gemm.m, gemm.k))
-        bt = matrix(gemm.b, (gemm.batch, gemm.n, gemm.k))
-        matrix(gemm.c, (gemm.batch, gemm.m, gemm.n), "r+")[:] = a @ bt.transpose(0, 2, 1)
+        dtype = WIRES[self.welcome.wire].panels
+        c = matrix(gemm.c, (gemm.batch, gemm.m, gemm.n), "r+")
+        c[:] = 0
+        for one, two in zip(gemm.a, gemm.b, strict=True):
+            a = operand(one, gemm.batch, gemm.m, gemm.k, gemm.a_by_k, dtype)
+            c += a @ operand(two, gemm.batch, gemm.n, gemm.k, gemm.b_by_k, dtype).transpose(0, 2, 1)
         return wire.Product(id=gemm.id)
 
     def send(self, *messages: wire.ToScript) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tileweave.script.arena import REGION_BYTES_MIN, Arena, ArenaFullError, Block, size_class
+from tileweave.script.arena import FREE, HEADER_BYTES, REGION_BYTES_MIN, Arena, ArenaFullError, Block, size_class
 
 SEGMENT = 1 << 16
 
@@ -35,7 +35,7 @@ def test_regions_in_use_never_overlap_and_are_what_the_files_hold(script: list[t
                 block, _ = used.pop(floats % len(used))
                 arena.free(block)
             else:
-                block = arena.allocate(floats)
+                block = arena.allocate(4 * floats)
                 block.floats.fill_(number)
                 used.append((block, number))
         for block, number in used:
@@ -53,7 +53,7 @@ def test_a_loop_of_equal_sizes_does_not_grow_and_gets_the_warm_region(tmp_path: 
     arena = Arena(tmp_path, segment_bytes=SEGMENT)
     regions = set()
     for _ in range(100):
-        blocks = [arena.allocate(n) for n in (3000, 3000, 5000)]
+        blocks = [arena.allocate(4 * n) for n in (3000, 3000, 5000)]
         regions.add(tuple(block.region.offset for block in blocks))
         for block in reversed(blocks):
             arena.free(block)
@@ -61,20 +61,34 @@ def test_a_loop_of_equal_sizes_does_not_grow_and_gets_the_warm_region(tmp_path: 
     assert arena.reserved == SEGMENT
 
 
+def test_a_stamp_is_there_exactly_while_its_region_is_in_use(tmp_path: Path) -> None:
+    def stamp(block: Block) -> int:
+        return int(np.fromfile(block.region.path, "<u8", 1, offset=block.stamp_offset)[0])
+
+    arena = Arena(tmp_path, segment_bytes=SEGMENT)
+    first, other = arena.allocate(100), arena.allocate(100)
+    assert stamp(first) == first.stamp != other.stamp
+    arena.free(first)
+    assert stamp(first) == FREE
+    again = arena.allocate(100)
+    assert again.region == first.region
+    assert stamp(again) == again.stamp not in (first.stamp, other.stamp)
+
+
 def test_a_request_beyond_a_segment_gets_a_file_of_its_own(tmp_path: Path) -> None:
     arena = Arena(tmp_path, segment_bytes=SEGMENT)
-    small = arena.allocate(10)
-    large = arena.allocate(SEGMENT)  # floats: four segments' bytes
+    small = arena.allocate(40)
+    large = arena.allocate(4 * SEGMENT)
     assert large.region.path != small.region.path
     assert large.floats.numel() == SEGMENT
-    assert arena.allocate(10).region.path == small.region.path
+    assert arena.allocate(40).region.path == small.region.path
 
 
 def test_the_limit_is_an_error_that_names_the_sizes(tmp_path: Path) -> None:
     arena = Arena(tmp_path, limit=2 * SEGMENT, segment_bytes=SEGMENT)
-    arena.allocate(SEGMENT // 4)
-    with pytest.raises(ArenaFullError, match=r"holds 65,536 bytes and needs 131,072 more, beyond its limit of 131,072"):
-        arena.allocate(SEGMENT // 2)
+    arena.allocate(SEGMENT // 2)
+    with pytest.raises(ArenaFullError, match=r"holds 65,536 bytes and needs 118,784 more, beyond its limit of 131,072"):
+        arena.allocate(SEGMENT * 7 // 4)
     arena.allocate(SEGMENT // 4)  # a smaller one still fits
 
 
@@ -87,5 +101,5 @@ def test_a_full_file_system_is_an_error_before_any_page_is_touched(
     arena = Arena(tmp_path, segment_bytes=SEGMENT)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ArenaFullError, match=r"no room for 65,536 bytes of operands .* bytes are free"):
-        arena.allocate(10)
+        arena.allocate(40)
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
@@ -129,9 +129,9 @@ class Slow(PlainMultiplier):
         self.random = None if seed is None else random.Random(seed)
         self.started = self.waits = self.most = 0
 
-    def start(self, a: Tensor, bt: Tensor) -> Pending:
+    def start(self, a: Sequence[Tensor], bt: Sequence[Tensor], uses: int = 1) -> Pending:
         self.started += 1
-        return Arrived(super().start(a.clone(), bt.clone()))
+        return Arrived(super().start([part.clone() for part in a], [part.clone() for part in bt], uses))
 
     def finished(self, pending: Collection[Pending], block: bool) -> list[Pending]:
         self.most = max(self.most, len(pending))

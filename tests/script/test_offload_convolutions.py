@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from tileweave.script.offload import Offloader, OffloadMode, math_attention
 class Lent(PlainMultiplier):
     """Spoils a product once it was read, as the arena does when the next one takes its place."""
 
-    def start(self, a: Tensor, bt: Tensor) -> Pending:
-        pending = super().start(a, bt)
+    def start(self, a: Sequence[Tensor], bt: Sequence[Tensor], uses: int = 1) -> Pending:
+        pending = super().start(a, bt, uses)
 
         class Spoiling:
             def read(self, read: Read) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,10 @@ class NumPyMultiplier:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int, int, int]] = []
 
-    def start(self, a: Tensor, bt: Tensor) -> Product:
-        self.shapes.append((a.shape[0], a.shape[1], bt.shape[1], a.shape[2]))
-        left, right = (x.detach().float().contiguous().numpy() for x in (a, bt))
+    def start(self, a: Sequence[Tensor], bt: Sequence[Tensor], uses: int = 1) -> Product:
+        ((one,), (two,)) = a, bt
+        self.shapes.append((one.shape[0], one.shape[1], two.shape[1], one.shape[2]))
+        left, right = (x.detach().float().contiguous().numpy() for x in (one, two))
         product = torch.from_numpy(np.matmul(left, right.transpose(0, 2, 1)))
         assert product.is_contiguous()
         return Product(product)
@@ -288,7 +289,7 @@ def test_the_multipliers_error_comes_through_a_backward_pass_unchanged() -> None
         pass
 
     class Failing:
-        def start(self, a: Any, bt: Any) -> Any:
+        def start(self, a: Any, bt: Any, uses: int = 1) -> Any:
             raise Cancelled(3)
 
         def finished(self, pending: Any, block: bool) -> Any:

@@ -1,10 +1,12 @@
 """The script's operand arena: memory-mapped files that the coordinator and the gateways read without a copy.
 
-    segment-0.bin  | A of GEMM 7 | B^T | C | free | ...      64 MiB each, or as large as one bigger request
+    segment-0.bin  | stamp, A of GEMM 7 | stamp, B | stamp, C | free | ...    64 MiB each, or one bigger request
 
 The idea: a GEMM's operands and product are regions of a few long-lived files in shared memory. A region that comes back
 goes on the free list of its size class and is handed out again last in, first out, so its pages stay mapped and warm; a
 training loop asks for the same sizes every step and after the first step the arena no longer grows.
+A region's stamp changes before its content does: a gateway that still copies a panel out of it finds the stamp changed
+afterwards, and does not call what it copied that panel (a seqlock with one writer).
 Space is reserved with posix_fallocate before it is mapped, since touching a page of a full tmpfs kills the process.
 Left out: giving space back before the end (files only go away in `close`), and merging neighbours.
 """
@@ -12,8 +14,10 @@ Left out: giving space back before the end (files only go away in `close`), and 
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
+import struct
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -29,8 +33,17 @@ ARENA_BYTES_MAX = 8 << 30
 SEGMENT_BYTES = 64 << 20
 """One file; a bigger region gets a file of its own."""
 
+HEADER_BYTES = 64
+"""Before each region: its stamp, and padding."""
+
+FREE = 0
+"""The stamp of a region that is not in use."""
+
 REGION_BYTES_MIN = 4096
 """The smallest size class: below it regions would share pages for no gain."""
+
+
+_STAMP = struct.Struct("<Q")
 
 
 class ArenaFullError(RuntimeError):
@@ -47,18 +60,28 @@ def size_class(size: int) -> int:
 @dataclass(slots=True)
 class _Segment:
     path: str
-    floats: torch.Tensor  # (size / 4,) float32 over the whole mapping
+    memory: torch.Tensor  # (size,) uint8 over the whole mapping
+    buffer: memoryview  # the same
     size: int
     used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A region in use: where it lies, and its memory as a flat float32 tensor over the mapping."""
+    """A region in use: where it lies, its memory as bytes (a uint8 tensor, and a buffer), and its stamp, in the 8 bytes
+    at `stamp_offset` of the file for as long as the region is in use."""
 
     region: Region
-    floats: torch.Tensor
+    memory: torch.Tensor
+    buffer: memoryview
+    stamp_offset: int
+    stamp: int
     reserved: int
+
+    @property
+    def floats(self) -> torch.Tensor:
+        """As float32 numbers, flat."""
+        return self.memory.view(torch.float32)
 
 
 class Arena:
@@ -71,28 +94,34 @@ class Arena:
         self._segments: list[_Segment] = []
         self._free: defaultdict[int, list[tuple[_Segment, int]]] = defaultdict(list)
         self._lock = threading.Lock()
+        self._stamps = itertools.count(1 + int.from_bytes(os.urandom(7), "little"))  # another arena's are others
 
     @property
     def reserved(self) -> int:
         """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
-    def allocate(self, floats: int) -> Block:
-        """A 64-byte aligned region for `floats` float32 numbers, of unspecified content.
+    def allocate(self, size: int) -> Block:
+        """A 64-byte aligned region of `size` bytes, of unspecified content.
 
         Raises ArenaFullError when the limit or the file system leaves no room."""
-        size = 4 * floats
-        reserved = size_class(size)
+        reserved = HEADER_BYTES + size_class(size)
         with self._lock:
-            segment, offset = self._place(reserved)
+            segment, header = self._place(reserved)
+            stamp = next(self._stamps)
+            _STAMP.pack_into(segment.buffer, header, stamp)
+        offset = header + HEADER_BYTES
         region = Region(path=segment.path, offset=offset, size=size)
-        return Block(region, segment.floats[offset // 4 : offset // 4 + floats], reserved)
+        end = offset + size
+        return Block(region, segment.memory[offset:end], segment.buffer[offset:end], header, stamp, reserved)
 
     def free(self, block: Block) -> None:
-        """Takes the region back; nobody may read or write it any more."""
+        """Takes the region back; nobody may write it any more, and who still reads it sees by the stamp that what it
+        read may be something else."""
         with self._lock:
             segment = next(s for s in self._segments if s.path == block.region.path)
-            self._free[block.reserved].append((segment, block.region.offset))
+            _STAMP.pack_into(segment.buffer, block.stamp_offset, FREE)
+            self._free[block.reserved].append((segment, block.stamp_offset))
 
     def close(self) -> None:
         """Removes the files. Mappings that others hold stay valid until they let go."""
@@ -136,6 +165,6 @@ class Arena:
             ) from error
         finally:
             os.close(descriptor)
-        segment = _Segment(str(path), torch.frombuffer(memory, dtype=torch.float32), size)
+        segment = _Segment(str(path), torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory), size)
         self._segments.append(segment)
         return segment

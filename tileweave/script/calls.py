@@ -116,10 +116,16 @@ def is_product(func: Any) -> bool:
     return func in _FORMS
 
 
+def factors_of(func: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A matrix product's two factors among its arguments."""
+    first = _FORMS[func].has_base
+    return args[first], args[first + 1]
+
+
 def product_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call | None, int]:
     """A matrix product as a Call, None where it has to run where it is; and its 2mnk."""
     form = _FORMS[func]
-    left, right = args[form.has_base : form.has_base + 2]
+    left, right = factors_of(func, args)
     call = _read(form, args, kwargs, left, right)
     return call, factor_flop(left, right) if call is None else call.flop
 

@@ -8,7 +8,8 @@ round trip hides behind another's computing.
     ready GEMMs  -> started (at most IN_FLIGHT_MAX)  -> finished -> result -> steps that waited for it
     ready others -> run here, in the order of capture, the first micro-batch first
 
-The gradients are those of one micro-batch after another, to the last bit: they are added in that order.
+Gradients are added in the order of the micro-batches; those of weights, dW = dY^T X, are one product for all of them,
+whose operands wait for each other (program.py). Timing changes nothing.
 Left out: an optimizer that starts before all gradients are there (clipping needs them all).
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ PROGRAMS_MAX = 8
 """Captured graphs kept, the last used ones."""
 
 _Job = tuple[int, int]  # step, micro-batch
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class GraphExecutor:
@@ -51,7 +54,7 @@ class GraphExecutor:
         tensors = [tensor.detach() for tensor in (*captured.trained, *captured.others)]
         instances = [Instance(program, [*tensors, *_own(batch)], first=i == 0) for i, batch in enumerate(batches)]
         with torch.no_grad(), math_attention():
-            run(instances, self._offloader)
+            run(instances, self._offloader, len(tensors))
             for number, parameter in enumerate(captured.trained, start=1):
                 for instance in instances:
                     _add(parameter, instance.result(number), len(instances))
@@ -69,7 +72,7 @@ class GraphExecutor:
         found = self._programs.pop(key, None)
         if found is None:
             captured = capture(model, self._task.loss, batch)
-            found = captured, Program(captured.graph)
+            found = captured, Program(captured.graph, range(1, 1 + len(captured.trained)))
         self._programs[key] = found  # last used, last in order
         if len(self._programs) > PROGRAMS_MAX:
             del self._programs[next(iter(self._programs))]
@@ -95,18 +98,24 @@ def _add(parameter: Tensor, gradient: Tensor | None, count: int) -> None:
         parameter.grad += part
 
 
-def run(instances: list[Instance], offloader: Offloader) -> None:
-    """Every step of every micro-batch. Raises what the multiplier raises."""
-    _Pass(instances, offloader).run()
+def run(instances: list[Instance], offloader: Offloader, common: int = 0) -> None:
+    """Every step of every micro-batch. The first `common` inputs are the same for all of them. Raises what the
+    multiplier raises."""
+    _Pass(instances, offloader, common).run()
 
 
 class _Pass:
     """One pass of all micro-batches through their program."""
 
-    def __init__(self, instances: list[Instance], offloader: Offloader) -> None:
+    def __init__(self, instances: list[Instance], offloader: Offloader, common: int) -> None:
         self._instances = instances
         self._offloader = offloader
-        self._steps = instances[0].program.steps
+        self._common = common
+        program = instances[0].program
+        self._steps = program.steps
+        self._sums = program.sums if len(instances) > 1 else set()
+        self._views = program.views if len(instances) > 1 else set()
+        self._gathered: dict[int, dict[int, _Arguments]] = {}  # of each sum, by micro-batch
         self._here: list[_Job] = []  # a heap
         self._away: deque[_Job] = deque()  # ready, to be offloaded or found too small
         self._started: dict[_Job, tuple[Started, int]] = {}  # and how many of its products are outstanding
@@ -125,8 +134,7 @@ class _Pass:
                     self._finished(pending)
             if self._here and not (self._away and len(self._pending) < IN_FLIGHT_MAX):
                 job = heapq.heappop(self._here)
-                args, kwargs = self._instances[job[1]].arguments(job[0])
-                self._done(job, self._offloader.local(self._steps[job[0]].func, args, kwargs))
+                self._done(job, self._local(*job))
 
     def _ready(self, batch: int, steps: Sequence[int]) -> None:
         for step in steps:
@@ -136,14 +144,40 @@ class _Pass:
                 heapq.heappush(self._here, (step, batch))
 
     def _start(self, job: _Job) -> None:
-        step, batch = job
-        args, kwargs = self._instances[batch].arguments(step)
-        started = self._offloader.start(self._steps[step].func, args, kwargs)
+        number, batch = job
+        step = self._steps[number]
+        args, kwargs = self._instances[batch].arguments(number)
+        if number in self._sums:
+            gathered = self._gathered.setdefault(number, {})
+            gathered[batch] = args, kwargs
+            if batch > 0:
+                self._done(job, None)
+            if len(gathered) < len(self._instances):
+                return
+            job = number, 0  # the sum is the first micro-batch's product, the others have none
+            started = self._offloader.start_sum(step.func, [gathered[each] for each in sorted(gathered)])
+        else:
+            everywhere = step.given is not None and step.given < self._common
+            uses = step.uses * (len(self._instances) if everywhere else 1)
+            started = self._offloader.start(step.func, args, kwargs, uses)
         if started is None:
             heapq.heappush(self._here, job)
             return
+        self._gathered.pop(number, None)
         self._started[job] = started, len(started.pending)
         self._pending |= dict.fromkeys(started.pending, job)
+
+    def _local(self, number: int, batch: int) -> object:
+        """The value of a step that runs here."""
+        step = self._steps[number]
+        if number in self._views and batch > 0:
+            return None
+        gathered = self._gathered.pop(number, None)
+        if gathered is None:
+            args, kwargs = self._instances[batch].arguments(number)
+            return self._offloader.local(step.func, args, kwargs)
+        first, *others = (self._offloader.local(step.func, *gathered[each]) for each in sorted(gathered))
+        return sum(others, start=first)
 
     def _finished(self, pending: Pending) -> None:
         job = self._pending.pop(pending)

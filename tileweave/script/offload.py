@@ -31,6 +31,9 @@ aten = torch.ops.aten
 MIN_GEMM_FLOP = 1_000_000
 """Below this a round trip to a device costs more than the product."""
 
+SUMMED_USES = 2
+"""Products that each operand of a sum is part of."""
+
 _MATRIX_VECTOR: dict[Any, int] = {
     aten.mv.default: 0,
     aten.mv.out: 0,
@@ -93,8 +96,8 @@ class Offloader:
         """Whether `start` may take this operator."""
         return func in CONVOLUTIONS or is_product(func)
 
-    def start(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started | None:
-        """The operator with its products under way; None where it has to run here (`local`)."""
+    def start(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], uses: int = 1) -> Started | None:
+        """The operator with its products under way; None where it has to run here (`local`). `uses`: see Multiplier."""
         call: Call | None = None
         if func in CONVOLUTIONS:
             call = CONVOLUTIONS[func](*args, **kwargs)
@@ -103,7 +106,19 @@ class Offloader:
         if call is None or call.flop < self._min_gemm_flop:
             return None
         self.flop_offloaded += call.flop
-        return Started(call, tuple(self.multiplier.start(f.a, f.bt) for f in call.factors))
+        return Started(call, tuple(self.multiplier.start([f.a], [f.bt], uses) for f in call.factors))
+
+    def start_sum(self, func: Any, arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Started | None:
+        """The sum of a matrix product of several pairs of operands of the same shapes, as one product under way; None
+        where they have to be computed here."""
+        calls = [call for args, kwargs in arguments if (call := product_of(func, args, kwargs)[0]) is not None]
+        if len(calls) < len(arguments) or calls[0].flop * len(calls) < self._min_gemm_flop:
+            return None
+        self.flop_offloaded += sum(call.flop for call in calls)
+        (first, *_), factors = calls, [call.factors[0] for call in calls]
+        # What is added up was part of other products before: dW = dY^T X.
+        pending = self.multiplier.start([f.a for f in factors], [f.bt for f in factors], uses=SUMMED_USES)
+        return Started(first, (pending,))
 
     def local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operator here, and counts."""

@@ -77,7 +77,7 @@ class Run:
         self._remote: ArenaMultiplier | None = None
         if channel is not None:
             self._arena = Arena(Path(welcome.arena_dir))
-            self.multiplier = self._remote = ArenaMultiplier(channel, self._arena)
+            self.multiplier = self._remote = ArenaMultiplier(channel, self._arena, welcome.wire)
         self.offloader = Offloader(self.multiplier, welcome.min_gemm_flop)
         self._state: TrainState | None = None
         self._step = 0

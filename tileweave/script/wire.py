@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from tileweave.protocol.elements import Wire
+
 FRAME_BYTES_MAX = 1 << 20
 
 # How the supervisor tells a script where its coordinator listens, and both of them the one-off secret of that socket.
@@ -40,9 +42,22 @@ class ScriptHello(ScriptMessage, frozen=True, tag="hello"):
     pid: int
 
 
+class Part(Struct, frozen=True, array_like=True):
+    """One part of an operand, stored in the job's panel elements (protocol/elements.py, a panel of all its rows) in
+    `region`. `content` names the bytes: a hash. They are there for as long as the 8 bytes at `stamp_offset` of the same
+    file hold `stamp`."""
+
+    region: Region
+    content: str
+    stamp_offset: int
+    stamp: int
+
+
 class GemmRequest(ScriptMessage, frozen=True, tag="gemm"):
-    """C_i[m,n] = A_i[m,k] B_i[k,n] for i < batch, float32. a: batch x m rows of k; b: batch x n rows of k (B^T);
-    c: batch x m x n, written by the coordinator before it answers. The script leaves a and b untouched until then."""
+    """C_i[m,n] = A_i[m,k] B_i[k,n] for i < batch; with several parts, the sum of the products of the parts of `a` and
+    `b` (then batch is 1). Each part is stored by lines: batch x m rows of k (of b, batch x n rows of k: B^T); or by k,
+    batch x k rows of m (of n). c: batch x m x n float32, written by the coordinator before it answers. The script
+    leaves all of them untouched until then. `b_uses`: products that b is expected to be part of."""
 
     id: int
     step: int
@@ -50,9 +65,12 @@ class GemmRequest(ScriptMessage, frozen=True, tag="gemm"):
     m: int
     n: int
     k: int
-    a: Region
-    b: Region
+    a: list[Part]
+    b: list[Part]
     c: Region
+    a_by_k: bool = False
+    b_by_k: bool = False
+    b_uses: int = 1
 
 
 class StepReport(ScriptMessage, frozen=True, tag="step"):
@@ -117,6 +135,7 @@ class ScriptWelcome(ScriptMessage, frozen=True, tag="welcome"):
     checkpoint_dir: str
     checkpoint_every_s: float
     min_gemm_flop: int
+    wire: Wire = "f32"
     resume: str | None = None
     resume_sha256: str | None = None
 
