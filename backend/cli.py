@@ -35,6 +35,7 @@ app.add_typer(jobs_app, name="jobs")
 app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+Wire = Annotated[str, typer.Option(help="How the job's numbers travel: f32, bf16, f16 or int8.")]
 Url = Annotated[str, typer.Option("--url", envvar="TILEWEAVE_URL", help="The server.")]
 Token = Annotated[
     str | None,
@@ -106,6 +107,7 @@ def submit(
             "(Strassen's) whose errors are small beside the largest elements only."
         ),
     ] = "rowwise",
+    wire: Wire = "f32",
     url: Url = URL_DEFAULT,
     token: Token = None,
     as_json: Json = False,
@@ -121,10 +123,10 @@ def submit(
         _fail(f"--config: got {config}, expected a JSON object such as '{{\"layers\": 4}}'", 2)
     with _client(url, token) as client:
         if gemm is not None:
-            job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name, accuracy))
+            job = _answer(lambda: client.submit_gemm(gemm[0], gemm[1], name, accuracy, wire))
         else:
             assert recipe is not None
-            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name, data, accuracy))
+            job = _answer(lambda: client.submit_train(recipe, settings, steps, mode, name, data, accuracy, wire))
     _print(job, as_json, f"job {job['id']}: {url}/jobs/{job['id']}")
 
 
@@ -136,6 +138,7 @@ def run(
     name: Annotated[str, typer.Option(help="A name for people.")] = "",
     steps: Annotated[int, typer.Option(min=0, help="How many steps it makes, for the progress; 0: not known.")] = 0,
     accuracy: Annotated[str, typer.Option(help="What products are checked for: rowwise or normwise.")] = "rowwise",
+    wire: Wire = "f32",
     url: Url = URL_DEFAULT,
     token: Token = None,
 ) -> None:
@@ -147,7 +150,7 @@ def run(
     if not module and not Path(script).is_file():
         _fail(f"got {script}, expected a Python file, or -m and the name of a module", 2)
     with _client(url, token) as client:
-        job = _answer(lambda: client.submit_run(name or Path(script).name, steps, accuracy))
+        job = _answer(lambda: client.submit_run(name or Path(script).name, steps, accuracy, wire))
         print(f"job {job['id']}: {url}/jobs/{job['id']}", file=sys.stderr)
         command = ["-m", script] if module else [script]
         try:

@@ -5,7 +5,7 @@ lease's fixed cost and the round trip disappear in it, small enough that a share
 one computes, one uploads) and that a lost one costs little; near-square, because panel bytes grow with the
 half-perimeter. The order is a growing square, so that each new panel serves as many tiles as possible at once.
 
-Left out: splitting k (strips.py does), and streaming a tile's operands in chunks.
+Left out: streaming a tile's operands in chunks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def _terms_at_most(rect: Rect, gemm: Gemm, grains: Grains) -> int:
 
 
 def smallest_tile_bytes(gemm: Gemm) -> int:
-    """Memory a device must have to take any part of this GEMM: two tiles of one element."""
-    a, b, _ = panels_bytes(Rect(0, 1, 0, 1, 0, 1), gemm)
+    """Memory a device must have to take any part of this GEMM: two tiles of one element, or of a partial sum of it
+    where an operand lies by k."""
+    k1 = 1 if gemm.a_by_k or gemm.b_by_k else 0
+    a, b, _ = panels_bytes(Rect(0, 1, 0, 1, 0, 1, 0, k1), gemm)
     return int(2 * (a + b + gemm.result_bytes))
 
 
@@ -98,7 +100,7 @@ def split(
     """Cut into about `wanted` tiles, more where they would not fit; empty where nothing fits. With grains the rectangle
     must lie within one panel of each operand that lies by lines."""
     if rect.batch == 1:
-        return _split_plane(rect, gemm, device, limits, wanted, grains)
+        return _split_entry(rect, gemm, device, limits, wanted, grains)
     entry = replace(rect, b1=rect.b0 + 1)
     if wanted <= rect.batch and fits(entry, gemm, device, limits, grains):
         runs = wanted
@@ -108,7 +110,7 @@ def split(
     each = math.ceil(wanted / rect.batch)
     tiles: list[Rect] = []
     for b in range(rect.b0, rect.b1):
-        plane = _split_plane(replace(rect, b0=b, b1=b + 1), gemm, device, limits, each, grains)
+        plane = _split_entry(replace(rect, b0=b, b1=b + 1), gemm, device, limits, each, grains)
         if not plane:
             return ()
         tiles += plane
@@ -126,6 +128,22 @@ def edges(start: int, stop: int, parts: int) -> list[int]:
 def _batch_runs(rect: Rect, runs: int) -> list[Rect]:
     borders = [rect.b0 + i * rect.batch // runs for i in range(runs + 1)]
     return [replace(rect, b0=b0, b1=b1) for b0, b1 in pairwise(borders) if b1 > b0]
+
+
+def _split_entry(
+    rect: Rect, gemm: Gemm, device: Device, limits: PlanLimits, wanted: int, grains: Grains
+) -> tuple[Rect, ...]:
+    """Along k too where an operand lies by k and not one element fits otherwise: the sums of the runs are added."""
+    k0, k1 = rect.k_run(gemm)
+    runs = [rect]
+    least = replace(rect, m1=rect.m0 + 1, n1=rect.n0 + 1)
+    while not all(fits(replace(least, k0=run.k0, k1=run.k1), gemm, device, limits, grains) for run in runs):
+        parts = 2 * len(runs)
+        if parts > k1 - k0 or not (gemm.a_by_k or gemm.b_by_k):
+            return ()
+        runs = [replace(rect, k0=low, k1=high) for low, high in pairwise(edges(k0, k1, parts))]
+    planes = [_split_plane(run, gemm, device, limits, max(1, wanted // len(runs)), grains) for run in runs]
+    return tuple(tile for plane in planes for tile in plane) if all(planes) else ()
 
 
 def _split_plane(

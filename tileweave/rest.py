@@ -52,22 +52,25 @@ class Client:
         name: str = "",
         data: str | None = None,
         accuracy: str = "rowwise",
+        wire: str = "f32",
     ) -> Json:
         """Submit a training job; gives the job. `steps` None: the recipe's default; `data`: a file or folder in the
-        server's datasets folder, None: the recipe's own; `accuracy`: what its products are checked for."""
+        server's datasets folder, None: the recipe's own; `accuracy`: what its products are checked for; `wire`: how its
+        numbers travel, f32, bf16, f16 or int8."""
         body: Json = {"kind": "train", "recipe": recipe, "config": dict(config or {}), "mode": mode, "name": name}
-        body |= {"data": data, "accuracy": accuracy}
+        body |= {"data": data, "accuracy": accuracy, "wire": wire}
         if steps is not None:
             body["steps"] = steps
         return self._json("POST", "/jobs", json=body)
 
-    def submit_run(self, name: str = "", steps: int = 0, accuracy: str = "rowwise") -> Json:
+    def submit_run(self, name: str = "", steps: int = 0, accuracy: str = "rowwise", wire: str = "f32") -> Json:
         """A place for a script that runs beside the server; gives the job. `steps` 0: not known."""
-        return self._json("POST", "/jobs", json={"kind": "run", "name": name, "steps": steps, "accuracy": accuracy})
+        body = {"kind": "run", "name": name, "steps": steps, "accuracy": accuracy, "wire": wire}
+        return self._json("POST", "/jobs", json=body)
 
-    def submit_gemm(self, a: Path, b: Path, name: str = "", accuracy: str = "rowwise") -> Json:
+    def submit_gemm(self, a: Path, b: Path, name: str = "", accuracy: str = "rowwise", wire: str = "f32") -> Json:
         """Submit the product of two float32 matrices in .npy or .safetensors files; gives the job. `accuracy`: what the
-        product is checked for."""
+        product is checked for; `wire`: how its numbers travel."""
         with ExitStack() as stack:
             files = {}
             for field, path in (("a", a), ("b", b)):
@@ -76,7 +79,7 @@ class Client:
                 except OSError as error:
                     raise RestError(f"cannot read {path}: {error.strerror}") from error
                 files[field] = (path.name, file, "application/octet-stream")
-            form = {"kind": "gemm", "name": name, "accuracy": accuracy}
+            form = {"kind": "gemm", "name": name, "accuracy": accuracy, "wire": wire}
             return self._json("POST", "/jobs", data=form, files=files)
 
     def jobs(self, state: str | None = None, limit: int = 100, offset: int = 0) -> list[Json]:

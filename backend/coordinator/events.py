@@ -36,9 +36,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class GemmSubmitted:
-    """The script wants C_i[m,n] = A_i[m,k] B_i[k,n], i < batch, or with several parts the sum of A_p B_p. Each part of A
-    is stored by lines, batch x m rows of k, or `a_by_k`, batch x k rows of m; of B so with n. `b_uses`: products that B
-    is expected to be part of. `accuracy`: what its leases ask for."""
+    """The script wants C_i[m,n] = A_i[m,k] B_i[k,n], i < batch, or with several parts the sum of A_p B_p. Each part of
+    A is stored by lines, batch x m rows of k, or `a_by_k`, batch x k rows of m; of B so with n. `b_uses`: products that
+    B is expected to be part of. `accuracy`: what its leases ask for."""
 
     gemm: int
     step: int

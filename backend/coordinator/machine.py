@@ -169,8 +169,8 @@ class Machine:
             reasons = "; ".join(f"{device}: {reason}" for device, reason in sorted(made.left_out.items())[:3])
             self.book.fail(
                 gemm,
-                f"a product of {gemm.shape.m} x {gemm.shape.depth} by {gemm.shape.depth} x {gemm.shape.n} fits no device, even "
-                f"in tiles of one element ({smallest_tile_bytes(gemm.shape)} bytes): {reasons}",
+                f"a product of {gemm.shape.m} x {gemm.shape.depth} by {gemm.shape.depth} x {gemm.shape.n} fits no "
+                f"device, even in tiles of one element ({smallest_tile_bytes(gemm.shape)} bytes): {reasons}",
             )
 
     # ---- devices -------------------------------------------------------------------------------------------------

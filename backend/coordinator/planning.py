@@ -1,8 +1,8 @@
 """How a GEMM is divided among the devices of now: strips that find their panels again, or rectangles of its own.
 
-A GEMM whose operands other products use too is cut in strips (planner/strips.py), by a team whose parts stay as they are
-while the devices do: so each device is sent a token's numbers once. The team is formed anew when devices come or go, or
-when their speeds have drifted apart from what it was formed by. Any other GEMM is planned by itself (planner/plan.py).
+A GEMM whose operands other products use too is cut in strips (planner/strips.py), by a team whose parts stay as they
+are while the devices do: so each device is sent a token's numbers once. The team is formed anew when devices come or
+go, or when their speeds have drifted apart from what it was formed by. Any other GEMM is planned by itself (plan.py).
 """
 
 from __future__ import annotations

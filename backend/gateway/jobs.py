@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import structlog
 from fastapi import APIRouter, Depends, HTTPException, Query, Request
@@ -30,8 +30,10 @@ from backend.gateway.uploads import check_matrices, discard, receive_form
 from backend.recipes import RECIPES
 from backend.stores.jobs import Job, JobSpec, JobStore, State, StepRow
 from backend.switchboard.streams import SwitchboardError
+from tileweave.protocol.elements import WIRES, Wire
 from tileweave.protocol.messages import Accuracy
 
+T = TypeVar("T", bound=str)
 ACCURACIES: tuple[Accuracy, ...] = get_args(Accuracy)
 DOWNLOAD_CHUNK_BYTES = 1 << 20
 STEPS_SUMMED_MAX = 100_000
@@ -51,6 +53,7 @@ class TrainRequest(BaseModel):
     steps: int | None = Field(default=None, ge=1)
     mode: Literal["tiles"] = "tiles"
     accuracy: Accuracy = "rowwise"
+    wire: Wire = "f32"
     data: str | None = Field(default=None, min_length=1, max_length=200)
     name: str = Field(default="", max_length=100)
     weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
@@ -64,6 +67,7 @@ class RunRequest(BaseModel):
     kind: Literal["run"]
     steps: int = Field(default=0, ge=0, description="0: not known")
     accuracy: Accuracy = "rowwise"
+    wire: Wire = "f32"
     name: str = Field(default="", max_length=100)
     weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
 
@@ -84,6 +88,7 @@ JSON_BODY = {
                         "kind": {"type": "string", "enum": ["gemm"]},
                         "name": {"type": "string"},
                         "accuracy": {"type": "string", "enum": list(ACCURACIES), "default": "rowwise"},
+                        "wire": {"type": "string", "enum": list(WIRES), "default": "f32"},
                         "a": {"type": "string", "format": "binary"},
                         "b": {"type": "string", "format": "binary"},
                     },
@@ -121,8 +126,9 @@ async def _json_spec(gateway: Gateway, request: Request) -> JobSpec:
     if isinstance(wanted, TrainRequest):
         return await _train_spec(gateway, wanted)
     return JobSpec(
-        kind="run", name=clean_text(wanted.name), steps=wanted.steps, accuracy=wanted.accuracy, weight=wanted.weight
-    )
+        kind="run", name=clean_text(wanted.name), steps=wanted.steps, accuracy=wanted.accuracy, wire=wanted.wire,
+        weight=wanted.weight,
+    )  # fmt: skip
 
 
 async def _train_spec(gateway: Gateway, wanted: TrainRequest) -> JobSpec:
@@ -145,6 +151,7 @@ async def _train_spec(gateway: Gateway, wanted: TrainRequest) -> JobSpec:
         steps=wanted.steps or recipe.default_steps,
         mode=wanted.mode,
         accuracy=wanted.accuracy,
+        wire=wanted.wire,
         weight=wanted.weight,
     )
 
@@ -174,7 +181,8 @@ async def _create_gemm(gateway: Gateway, request: Request, content_type: str) ->
             kind="gemm",
             name=clean_text(form.texts.get("name", "")),
             recipe="gemm",
-            accuracy=_accuracy(form.texts.get("accuracy", "rowwise")),
+            accuracy=_one_of(ACCURACIES, "accuracy", form.texts.get("accuracy", "rowwise")),
+            wire=_one_of(tuple(WIRES), "wire", form.texts.get("wire", "f32")),
             inputs={"a": str(a), "b": str(b)},
         )
         return await gateway.store(gateway.jobs.create, spec, time.time())
@@ -183,12 +191,12 @@ async def _create_gemm(gateway: Gateway, request: Request, content_type: str) ->
         raise
 
 
-def _accuracy(text: str) -> Accuracy:
-    """Raises HTTPException 422 for anything but an Accuracy."""
-    for known in ACCURACIES:
-        if text == known:
-            return known
-    raise HTTPException(422, f"accuracy: got {text[:64]!r}, expected {' or '.join(map(repr, ACCURACIES))}")
+def _one_of(known: tuple[T, ...], field: str, text: str) -> T:
+    """Raises HTTPException 422 for anything that is not known."""
+    for value in known:
+        if text == value:
+            return value
+    raise HTTPException(422, f"{field}: got {text[:64]!r}, expected {' or '.join(map(repr, known))}")
 
 
 @router.get("/jobs")

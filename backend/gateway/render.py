@@ -27,6 +27,7 @@ def job_json(
         "config": {} if job.kind == "gemm" else job.config,
         "mode": job.mode,
         "accuracy": job.accuracy,
+        "wire": job.wire,
         "state": job.state,
         "reason": job.reason,
         "step": job.step,

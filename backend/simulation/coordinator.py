@@ -66,7 +66,7 @@ class SimCoordinator:
         while self.waiting and len(self.open) < self.at_once:
             gemm = self.waiting.pop()
             self.open[gemm.gemm] = gemm
-            self.painted[gemm.gemm] = np.zeros((gemm.batch, gemm.m, gemm.n), dtype=np.uint8)
+            self.painted[gemm.gemm] = np.zeros((gemm.batch, gemm.m, gemm.n, gemm.k), dtype=np.uint8)
             self.deliver(gemm)
 
     def _carry_out(self, effect: core.Effect) -> None:
@@ -114,12 +114,13 @@ class SimCoordinator:
     def _store(self, effect: core.Store) -> None:
         upload = self.world.uploads[effect.slot]
         assert upload.right, f"a wrong result of {effect.device} is stored"
-        assert effect.flop == effect.rect.flop(self.open[effect.gemm].k), "credit is not the rectangle's FLOP"
+        assert effect.flop == effect.rect.flop(self.open[effect.gemm].shape), "credit is not the rectangle's FLOP"
         key = (effect.gemm, effect.rect)
         assert key not in self.ledger, f"{key} is credited twice"
         self.ledger.add(key)
         rect = effect.rect
-        self.painted[effect.gemm][rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1] += 1
+        k0, k1 = rect.k_run(self.open[effect.gemm].shape)
+        self.painted[effect.gemm][rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1, k0:k1] += 1
         self.reading[effect.lease] = effect.slot
 
         def stored() -> None:
@@ -130,7 +131,7 @@ class SimCoordinator:
 
     def _gemm_ended(self, number: int) -> None:
         gemm = self.open.pop(number)
-        self.world.flop_due += 2 * gemm.batch * gemm.m * gemm.n * gemm.k
+        self.world.flop_due += gemm.shape.flop
         self.done += 1
         if self.waiting:
             self.world.clock.after(self.world.latency_s(), self._submit)

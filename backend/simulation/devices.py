@@ -122,7 +122,8 @@ class SimDevice:
             return
         self._busy = True
         lease = self.queue.popleft()
-        seconds = 2 * lease.batch * lease.m * lease.n * lease.k / self.manners.flops * self.rng.uniform(0.8, 1.5)
+        flop = 2 * lease.batch * lease.m * lease.n * sum(term.k for term in lease.terms)
+        seconds = flop / self.manners.flops * self.rng.uniform(0.8, 1.5)
         hiccup_s = self.rng.uniform(2, 20) if self._does(self.manners.hiccup) else 0.0
         self.world.clock.after(seconds + hiccup_s, lambda: self._finish(lease, seconds))
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from backend.coordinator.events import GemmSubmitted
+from backend.coordinator.events import GemmSubmitted, Matrix
 from backend.coordinator.fleet import MachineLimits
 from backend.coordinator.machine import Machine
 from backend.simulation.coordinator import SimCoordinator
@@ -80,7 +80,7 @@ def _build(rng: random.Random, make: MachineMaker) -> tuple[World, list[SimCoord
     for i in range(rng.choice([1, 1, 1, 2])):
         limits = MachineLimits(plan=PlanLimits(lease_seconds=0.002), memory_bytes_min=1 << 16, flops_min=1e4)
         machine = make(f"job{i}", rng.randint(1, 9), limits)
-        coordinator = SimCoordinator(world, f"job{i}", machine, _gemms(rng), rng.choice([1, 1, 2]))
+        coordinator = SimCoordinator(world, f"job{i}", machine, _gemms(f"job{i}", rng), rng.choice([1, 1, 2]))
         coordinators.append(coordinator)
         world.coordinators[coordinator.job] = coordinator
         world.clock.at(rng.uniform(0, 2), coordinator.start)
@@ -97,13 +97,24 @@ def _build(rng: random.Random, make: MachineMaker) -> tuple[World, list[SimCoord
     return world, coordinators
 
 
-def _gemms(rng: random.Random) -> list[GemmSubmitted]:
+def _gemms(job: str, rng: random.Random) -> list[GemmSubmitted]:
+    """Some alone, some that share operands with others: by lines or by k, and sums of several parts."""
     gemms = []
     for number in range(rng.randint(1, 3)):
         batch = rng.choice([1, 1, 1, rng.randint(2, 12)])
         m, n, k = (rng.choice([1, 8, 31, 64, 96, 128]) for _ in range(3))
-        gemms.append(GemmSubmitted(number, 0, batch, m, n, k, "a", 0, "b", 0))
+        uses = rng.choice([1, 1, 2, 8])
+        a_by_k, b_by_k = (uses > 1 and rng.random() < 0.5 for _ in range(2))
+        parts = rng.choice([1, 1, 3]) if uses > 1 and batch == 1 else 1
+        a = _operand(job, parts, rng.choice(["x", f"a{number}"]), batch, m, k, a_by_k)
+        b = _operand(job, parts, rng.choice(["w", f"b{number}"]), batch, n, k, b_by_k)
+        gemms.append(GemmSubmitted(number, 0, batch, m, n, k, a, b, a_by_k, b_by_k, uses))
     return gemms
+
+
+def _operand(job: str, parts: int, name: str, batch: int, lines: int, k: int, by_k: bool) -> tuple[Matrix, ...]:
+    rows, columns = (batch * k, lines) if by_k else (batch * lines, k)
+    return tuple(Matrix(f"{job}.{name}.{part}.{rows}.{columns}", "arena", 0, rows, columns) for part in range(parts))
 
 
 def _honest(rng: random.Random) -> Manners:

@@ -119,7 +119,7 @@ class World:
                 DeviceOffline(device=effect.device, connection=effect.connection, reason="not connected")
             )
             return
-        for panel in (effect.a, effect.b):
+        for panel in effect.panels:
             connection.panels[panel.panel] = panel.size
         held = sum(size for panel, size in connection.panels.items() if panel.startswith(f"{job}."))
         memory = connection.device.profile.memory_bytes
@@ -127,12 +127,11 @@ class World:
         self._down(connection, lambda there: there.device.leased(effect.lease))
 
     def drop(self, effect: core.DropPanels) -> None:
-        """Forget panels, on one connection or on all."""
-        for gateway in self.gateways.values():
-            for connection in gateway.connections.values():
-                if effect.connection in ("", connection.name):
-                    for panel in effect.panels:
-                        connection.panels.pop(panel, None)
+        """Forget panels, if the connection is still there."""
+        connection = self.gateways[effect.gateway].connections.get(effect.connection)
+        if connection is not None:
+            for panel in effect.panels:
+                connection.panels.pop(panel, None)
 
     def _down(self, connection: Connection, callback: Callable[[Connection], None]) -> None:
         def arrive() -> None:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from backend.stores.database import Database
+from tileweave.protocol.elements import Wire
 from tileweave.protocol.messages import Accuracy
 
 Kind = Literal["train", "gemm", "run"]
@@ -54,6 +55,7 @@ class JobSpec:
     steps: int = 1
     mode: str = "tiles"
     accuracy: Accuracy = "rowwise"
+    wire: Wire = "f32"
     weight: float = 1.0
     data: str | None = None
     inputs: dict[str, str] = field(default_factory=dict)
@@ -124,11 +126,11 @@ class JobStore:
         job_id = "j" + secrets.token_hex(6)
         with self._db.write(durable=True) as connection:
             connection.execute(
-                "INSERT INTO jobs (id, kind, name, recipe, config, steps, mode, accuracy, weight, data, inputs,"
-                " created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs (id, kind, name, recipe, config, steps, mode, accuracy, wire, weight, data, inputs,"
+                " created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     job_id, spec.kind, spec.name, spec.recipe, json.dumps(spec.config), spec.steps, spec.mode,
-                    spec.accuracy, spec.weight, spec.data, json.dumps(spec.inputs), now_s,
+                    spec.accuracy, spec.wire, spec.weight, spec.data, json.dumps(spec.inputs), now_s,
                 ),
             )  # fmt: skip
             return _job(_select(connection, job_id))

@@ -133,7 +133,7 @@ class Ledger:
 def _insert(connection: sqlite3.Connection, job_key: int, epoch: int, grant: Grant, device_key: int) -> bool:
     r = grant.rect
     inserted = connection.execute(
-        "INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+        "INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         (
             job_key,
             epoch,
@@ -145,6 +145,8 @@ def _insert(connection: sqlite3.Connection, job_key: int, epoch: int, grant: Gra
             r.m1,
             r.n0,
             r.n1,
+            r.k0,
+            r.k1,
             device_key,
             grant.flop,
             grant.seconds,

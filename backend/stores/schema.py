@@ -135,4 +135,28 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE jobs ADD COLUMN validation REAL;
     ALTER TABLE jobs ADD COLUMN validation_step INTEGER;
     """,
+    """
+    -- How a job's numbers travel (tileweave/protocol/elements.py, Wire).
+    ALTER TABLE jobs ADD COLUMN wire TEXT NOT NULL DEFAULT 'f32';
+
+    -- A tile may be a partial sum over [k0, k1) of k; 0, 0: over all of it.
+    ALTER TABLE ledger RENAME TO ledger_before;
+    CREATE TABLE ledger (
+        job INTEGER NOT NULL REFERENCES jobs (key),
+        epoch INTEGER NOT NULL,
+        step INTEGER NOT NULL,
+        gemm INTEGER NOT NULL,
+        b0 INTEGER NOT NULL, b1 INTEGER NOT NULL,
+        m0 INTEGER NOT NULL, m1 INTEGER NOT NULL,
+        n0 INTEGER NOT NULL, n1 INTEGER NOT NULL,
+        k0 INTEGER NOT NULL, k1 INTEGER NOT NULL,
+        device INTEGER NOT NULL REFERENCES devices (key),
+        flop INTEGER NOT NULL,
+        seconds REAL NOT NULL,
+        PRIMARY KEY (job, epoch, step, gemm, b0, b1, m0, m1, n0, n1, k0, k1)
+    ) WITHOUT ROWID;
+    INSERT INTO ledger
+        SELECT job, epoch, step, gemm, b0, b1, m0, m1, n0, n1, 0, 0, device, flop, seconds FROM ledger_before;
+    DROP TABLE ledger_before;
+    """,
 )

@@ -14,6 +14,7 @@ from backend.coordinator.events import (
     FreeSlot,
     GemmSubmitted,
     Joined,
+    Matrix,
     ResultArrived,
     SendLease,
     Stored,
@@ -56,7 +57,9 @@ class Harness:
         return self.do(joined)
 
     def submit(self, number: int = 0, size: int = 512, k: int = 512, accuracy: Accuracy = "rowwise") -> list[Effect]:
-        return self.do(GemmSubmitted(number, 0, 1, size, size, k, "/a", 64, "/b", 128, accuracy))
+        a = Matrix(f"a{number}", "/a", 64, size, k)
+        b = Matrix(f"b{number}", "/b", 128, size, k)
+        return self.do(GemmSubmitted(number, 0, 1, size, size, k, (a,), (b,), accuracy=accuracy))
 
     def result(
         self, lease: SendLease, device: str = "", connection: str = "", after_s: float = 0.01, seconds: float = 0.005

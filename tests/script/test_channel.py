@@ -15,10 +15,11 @@ from tileweave.script import wire
 from tileweave.script.channel import EXIT_CANCELLED, Channel, GemmError, JobCancelled, JobLost
 
 REGION = wire.Region("f", 0, 4)
+PART = wire.Part(REGION, "content", 0, 1)
 
 
 def gemm(number: int) -> wire.GemmRequest:
-    return wire.GemmRequest(id=number, step=1, batch=1, m=1, n=1, k=1, a=REGION, b=REGION, c=REGION)
+    return wire.GemmRequest(id=number, step=1, batch=1, m=1, n=1, k=1, a=[PART], b=[PART], c=REGION)
 
 
 def connect(peer: Any) -> Channel:

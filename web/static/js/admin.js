@@ -45,7 +45,7 @@ async function launch(event) {
     const name = input("job-name").value.trim();
     const job = await post("/jobs", {
       kind: "train", recipe: recipe().name, config: config(), steps: Number(input("steps").value), mode: "tiles",
-      accuracy: input("accuracy").value, ...(name && { name }),
+      accuracy: input("accuracy").value, wire: input("wire").value, ...(name && { name }),
     });
     location.assign(`/jobs/${encodeURIComponent(job.id)}`);
   } catch (error) {
