@@ -46,10 +46,10 @@ def rounded(values: F32, dtype: ResultDtype) -> Bytes:
     """The numbers as a result carries them, in order."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype == "f32":
-        return memoryview(values).cast("B")
+        return values.data.cast("B")
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float16) if dtype == "f16" else _bfloat16(values)
-    return memoryview(narrow).cast("B")
+    return narrow.data.cast("B")
 
 
 def panel_of(values: F32, dtype: Dtype) -> Bytes:
@@ -66,7 +66,7 @@ def panel_of(values: F32, dtype: Dtype) -> Bytes:
     with np.errstate(all="ignore"):
         q = np.nan_to_num(np.rint(parts / scales[:, :, None])).clip(-127, 127).astype(np.int8)
     elements = q.reshape(rows, -1)[:, :columns].tobytes()
-    return elements + bytes(scales_offset(rows, columns) - len(elements)) + scales.tobytes()
+    return b"".join((elements, bytes(scales_offset(rows, columns) - len(elements)), scales.tobytes()))
 
 
 def _bfloat16(values: F32) -> NDArray[np.uint16]:

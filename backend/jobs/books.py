@@ -14,24 +14,34 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 from backend.coordinator.events import Store
-from backend.jobs.maps import Floats, Maps, assemble
+from backend.jobs.maps import Maps
+from backend.jobs.products import Product
 from backend.stores.ledger import Grant, Ledger
+from tileweave.conversions import floats
+from tileweave.protocol.elements import ResultDtype, result_bytes
 from tileweave.script.wire import Region
 
 BATCH_MAX = 1024
 
 
 class Books:
-    """The store thread of one job's epoch. `product(gemm)` is C (batch, m, n), writable."""
+    """The store thread of one job's epoch. `product(gemm)` takes the tiles, whose elements are `dtype`."""
 
     def __init__(
-        self, ledger: Ledger, job: str, epoch: int, slots: Maps, product: Callable[[int], Floats | None]
+        self,
+        ledger: Ledger,
+        job: str,
+        epoch: int,
+        slots: Maps,
+        product: Callable[[int], Product | None],
+        dtype: ResultDtype,
     ) -> None:
         self._ledger = ledger
         self._job = job
         self._epoch = epoch
         self._slots = slots
         self._product = product
+        self._dtype: ResultDtype = dtype
         self._thread = ThreadPoolExecutor(1, "books")
         self._queue: asyncio.Queue[tuple[Store, Callable[[bool], None]] | Callable[[], object]] = asyncio.Queue()
 
@@ -89,9 +99,10 @@ class Books:
         grants = [Grant(tile.device, tile.step, tile.gemm, tile.rect, tile.flop, tile.seconds) for tile in tiles]
         answers = self._ledger.commit(self._job, self._epoch, grants, time.time())
         for tile in tiles:
-            c = self._product(tile.gemm)
-            if c is not None:  # None: the GEMM ended meanwhile, and C may hold something else by now
-                slot = tile.slot
+            product = self._product(tile.gemm)
+            if product is not None:  # None: the GEMM ended meanwhile, and C may hold something else by now
+                slot, count = tile.slot, tile.rect.elements
                 region = Region(path=slot.path, offset=slot.offset, size=slot.size)
-                assemble(c, self._slots.floats(region, tile.rect.elements), tile.rect)
+                data = self._slots.bytes(region, result_bytes(count, self._dtype))
+                product.put(floats(data, count, self._dtype), tile.rect)
         return answers

@@ -81,7 +81,7 @@ class Coordinator:
         self._cancelled = asyncio.Event()
         self._counters = Counters()
         self._shell = Shell(
-            job.id, epoch, job.accuracy, settings, switchboard, self._ledger, self._counters, self._tell_script,
+            job.id, epoch, job.accuracy, job.wire, settings, switchboard, self._ledger, self._counters, self._tell_script,
             self._gemm_done,
         )  # fmt: skip
 
@@ -203,7 +203,7 @@ class Coordinator:
             job=job.id, epoch=self._epoch, steps=job.steps, config={**job.config, **job.inputs},
             data=None if job.data is None else str(self._settings.datasets_dir.absolute() / job.data),
             arena_dir=str(arena), checkpoint_dir=str(folder), checkpoint_every_s=self._settings.checkpoint_every_s,
-            min_gemm_flop=self._settings.gemm_flop_min,
+            min_gemm_flop=self._settings.gemm_flop_min, wire=job.wire,
             resume=checkpoint.path if checkpoint else None, resume_sha256=checkpoint.sha256 if checkpoint else None,
         )  # fmt: skip
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.shapes import Rect
-from tileweave.protocol.messages import FLOAT_BYTES
 from tileweave.script.wire import Region
 
 MAPS_MAX = 64
+FLOAT_BYTES = 4
+ALIGNMENT = 4  # of what is read as numbers
 Floats = NDArray[np.float32]
 
 
@@ -41,11 +41,16 @@ class Maps:
 
     def floats(self, region: Region, count: int) -> Floats:
         """The region as `count` float32 numbers. Raises RegionError."""
-        if region.size != count * FLOAT_BYTES:
-            raise RegionError(f"a region of {region.size} bytes, expected {count * FLOAT_BYTES} ({count} float32)")
-        if region.offset < 0 or region.offset % FLOAT_BYTES:
-            raise RegionError(f"a region at offset {region.offset}, expected a positive multiple of {FLOAT_BYTES}")
-        return np.frombuffer(self._mapped(region.path, region.offset + region.size), np.float32, count, region.offset)
+        return np.frombuffer(self.bytes(region, count * FLOAT_BYTES), np.float32)
+
+    def bytes(self, region: Region, size: int) -> memoryview:
+        """The region, which must have this size. Raises RegionError."""
+        if region.size != size:
+            raise RegionError(f"a region of {region.size} bytes, expected {size}")
+        if region.offset < 0 or region.offset % ALIGNMENT:
+            raise RegionError(f"a region at offset {region.offset}, expected a positive multiple of {ALIGNMENT}")
+        end = region.offset + size
+        return memoryview(self._mapped(region.path, end))[region.offset : end]
 
     def _mapped(self, path: str, end: int) -> mmap.mmap:
         if not path.startswith(self._root) or path != os.path.normpath(path):
@@ -70,8 +75,3 @@ class Maps:
             if isinstance(error, RegionError):
                 raise
             raise RegionError(f"{path}: {error}") from error
-
-
-def assemble(c: Floats, tile: Floats, rect: Rect) -> None:
-    """Writes a verified tile, flat, into C (batch, m, n). Doing it twice changes nothing."""
-    c[rect.b0 : rect.b1, rect.m0 : rect.m1, rect.n0 : rect.n1] = tile.reshape(rect.batch, rect.m, rect.n)

@@ -22,19 +22,22 @@ from backend.coordinator.fleet import MachineLimits
 from backend.coordinator.machine import Machine
 from backend.jobs.books import Books
 from backend.jobs.counters import Counters
-from backend.jobs.maps import Floats, Maps, RegionError
+from backend.jobs.maps import Maps, RegionError
 from backend.jobs.outbox import Outbox
+from backend.jobs.products import Product as Assembly
 from backend.jobs.translate import event_of, messages_of
 from backend.settings import Settings
 from backend.stores.ledger import Ledger
 from backend.switchboard import messages as wire
 from backend.switchboard.streams import Switchboard, coordinator_stream, gateway_stream
 from backend.verify import normwise
-from backend.verify.freivalds import F32
+from backend.verify.operand import Operand
 from backend.verify.verifier import Verifier
-from planner.shapes import Gemm, PlanLimits
-from tileweave.protocol.messages import DIMENSION_MAX, FLOAT_BYTES, TEXT_CHARACTERS_MAX, Accuracy
-from tileweave.script.wire import GemmFailed, GemmRequest, Product, Region, ToScript
+from planner.shapes import PlanLimits
+from tileweave.conversions import floats
+from tileweave.protocol.elements import WIRES, Elements, Wire, panel_bytes, result_bytes, scales_offset
+from tileweave.protocol.messages import DIMENSION_MAX, TERMS_MAX, TEXT_CHARACTERS_MAX, Accuracy
+from tileweave.script.wire import GemmFailed, GemmRequest, Part, Product, Region, ToScript
 
 CHECK_THREADS_MAX = 4
 log = structlog.get_logger("coordinator")
@@ -48,6 +51,7 @@ class Shell:
         job: str,
         epoch: int,
         accuracy: Accuracy,
+        wire_name: Wire,
         settings: Settings,
         switchboard: Switchboard,
         ledger: Ledger,
@@ -61,6 +65,7 @@ class Shell:
         self.job = job
         self.machine = Machine(job, epoch, limits)
         self._accuracy: Accuracy = accuracy
+        self._elements: Elements = WIRES[wire_name]
         self.counters = counters
         self.outbox = Outbox(switchboard, coordinator_stream(job))
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -71,11 +76,10 @@ class Shell:
         self._slots = Maps(run_dir)
         self._operands = Maps(run_dir / "jobs" / job)
         self._results = Maps(run_dir / "jobs" / job, writable=True)
-        self._products: dict[int, Floats] = {}  # open GEMM -> C (batch, m, n)
-        self.books = Books(ledger, job, epoch, self._slots, self._products.get)
+        self._products: dict[int, Assembly] = {}  # of each open GEMM
+        self.books = Books(ledger, job, epoch, self._slots, self._products.get, self._elements.results)
         self._verifier = Verifier()
         self._checkers = ThreadPoolExecutor(max(1, min(CHECK_THREADS_MAX, (os.cpu_count() or 1) - 1)), "check")
-        self._gateways: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- events ------------------------------------------------------------------------------------------------------
@@ -83,8 +87,6 @@ class Shell:
     def handle(self, event: core.Event) -> None:
         """One event through the core; its effects are under way when this returns."""
         match event:
-            case core.Joined():
-                self._gateways.add(event.gateway)
             case core.ResultArrived():
                 self.counters.arrived(event)
             case core.GatewayRestarted():
@@ -110,34 +112,64 @@ class Shell:
 
     def submit(self, request: GemmRequest) -> None:
         """The script wants a product. One that cannot be read or has impossible sizes is answered at once."""
-        shape = Gemm(request.batch, request.m, request.n, request.k)
+        batch, m, n, k = request.batch, request.m, request.n, request.k
         try:
             if request.id in self._products:
                 raise RegionError(f"GEMM {request.id} is open already")
-            if not all(1 <= size <= DIMENSION_MAX for size in (shape.batch, shape.m, shape.n, shape.k)):
-                raise RegionError(f"a product of {shape}, expected sizes from 1 to {DIMENSION_MAX}")
-            batch, m, n, k = shape.batch, shape.m, shape.n, shape.k
-            a = self._operands.floats(request.a, batch * m * k).reshape(batch, m, k)
-            bt = self._operands.floats(request.b, batch * n * k).reshape(batch, n, k)
+            if not all(1 <= size <= DIMENSION_MAX for size in (batch, m, n, k)):
+                raise RegionError(f"a product of {batch} x {m} x {n} x {k}, expected sizes from 1 to {DIMENSION_MAX:,}")
+            parts = len(request.a), len(request.b)
+            if parts[0] != parts[1] or not 1 <= parts[0] <= TERMS_MAX or (parts[0] > 1 and batch > 1):
+                raise RegionError(
+                    f"{parts[0]} parts of A, {parts[1]} of B, batch {batch}; expected as many of each, 1 to {TERMS_MAX}, "
+                    "and batch 1 where there are several"
+                )
+            a = self._operand(request.a, batch, m, k, request.a_by_k)
+            bt = self._operand(request.b, batch, n, k, request.b_by_k)
             c = self._results.floats(request.c, batch * m * n).reshape(batch, m, n)
         except RegionError as error:
             self._tell_script(GemmFailed(id=request.id, reason=str(error)))
             return
-        self._products[request.id] = c
-        self._verifier.open_gemm(request.id, batch, m, n, k, a, bt)
-        self.counters.submitted(request.id, shape)
+        self._products[request.id] = Assembly(c)
+        self._verifier.open_gemm(request.id, a, bt, self._elements.results)
         submitted = core.GemmSubmitted(
             gemm=request.id, step=request.step, batch=batch, m=m, n=n, k=k,
-            a_path=request.a.path, a_offset=request.a.offset, b_path=request.b.path, b_offset=request.b.offset,
+            a=self._matrices(request.a, batch * (k if request.a_by_k else m), m if request.a_by_k else k),
+            b=self._matrices(request.b, batch * (k if request.b_by_k else n), n if request.b_by_k else k),
+            a_by_k=request.a_by_k, b_by_k=request.b_by_k, b_uses=max(1, request.b_uses), elements=self._elements,
         )  # fmt: skip
-        if self._accuracy == "normwise":
+        self.counters.submitted(request.id, submitted.shape)
+        if self._accuracy == "normwise" and parts[0] == 1:
             self.spawn(self._choose_accuracy(submitted, a, bt))
         else:
             self.handle(submitted)
 
-    async def _choose_accuracy(self, submitted: core.GemmSubmitted, a: F32, bt: F32) -> None:
-        loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._checkers, normwise.suits, a, bt):
+    def _operand(self, parts: list[Part], batch: int, lines: int, k: int, by_k: bool) -> Operand:
+        """Raises RegionError."""
+        rows, columns = (batch * k, lines) if by_k else (batch * lines, k)
+        size = panel_bytes(rows, columns, self._elements.panels)
+        data = [self._operands.bytes(part.region, size) for part in parts]
+        return Operand(data, batch, lines, k, by_k, self._elements.panels)
+
+    def _matrices(self, parts: list[Part], rows: int, columns: int) -> tuple[core.Matrix, ...]:
+        scales = scales_offset(rows, columns)
+        return tuple(
+            core.Matrix(
+                part.content, part.region.path, part.region.offset, rows, columns, part.stamp_offset, part.stamp,
+                part.region.offset + scales if self._elements.panels == "i8" else 0,
+            )
+            for part in parts
+        )  # fmt: skip
+
+    async def _choose_accuracy(self, submitted: core.GemmSubmitted, a: Operand, bt: Operand) -> None:
+        def suits() -> bool:
+            whole = submitted.shape.whole
+            return normwise.suits(
+                a.read(0, whole.b1, 0, submitted.m, 0, submitted.k),
+                bt.read(0, whole.b1, 0, submitted.n, 0, submitted.k),
+            )
+
+        if await asyncio.get_running_loop().run_in_executor(self._checkers, suits):
             submitted = replace(submitted, accuracy="normwise")
         self.handle(submitted)
 
@@ -159,15 +191,17 @@ class Shell:
     def goodbye(self) -> None:
         """The job ends here: nothing it leased or sent is needed any more."""
         for device in self.machine.book.devices.values():
+            stream = gateway_stream(device.gateway)
             if device.out:
                 revoke = wire.RevokeLeases(
                     device=device.device, connection=device.connection, job=self.job, leases=list(device.out)
                 )
-                self.outbox.put(gateway_stream(device.gateway), revoke)
-        panels = sorted({panel for gemm in self.machine.book.gemms.values() for panel in gemm.panels})
-        if panels:
-            for gateway in self._gateways:
-                self.outbox.put(gateway_stream(gateway), wire.DropPanels(job=self.job, panels=panels))
+                self.outbox.put(stream, revoke)
+            if device.held:
+                drop = wire.DropPanels(
+                    job=self.job, panels=list(device.held), device=device.device, connection=device.connection
+                )
+                self.outbox.put(stream, drop)
 
     async def settle(self) -> None:
         """Returns when all that was spawned so far is done: checks, records, live events."""
@@ -183,7 +217,7 @@ class Shell:
     # ---- effects -----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effect: core.Effect) -> None:
-        for stream, message in messages_of(effect, self.job, self._gateways):
+        for stream, message in messages_of(effect, self.job):
             self.outbox.put(stream, message)
         match effect:
             case core.SendLease():
@@ -201,9 +235,12 @@ class Shell:
             case core.Blame():
                 self.spawn(self._blame(effect))
             case core.GemmDone():
-                self._close_gemm(effect.gemm)
-                self._tell_script(Product(id=effect.gemm))
+                product = self._close_gemm(effect.gemm)
                 self._gemm_done(self.counters.gemm_done(effect))
+                if product.partial:
+                    self.spawn(self._finish(effect.gemm, product))
+                else:
+                    self._tell_script(Product(id=effect.gemm))
             case core.GemmFailed():
                 self._close_gemm(effect.gemm)
                 self.counters.gemm_failed(effect.gemm)
@@ -214,9 +251,13 @@ class Shell:
             case _:
                 pass
 
-    def _close_gemm(self, gemm: int) -> None:
-        del self._products[gemm]
+    def _close_gemm(self, gemm: int) -> Assembly:
         self._verifier.close_gemm(gemm)
+        return self._products.pop(gemm)
+
+    async def _finish(self, gemm: int, product: Assembly) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._checkers, product.finish)
+        self._tell_script(Product(id=gemm))
 
     def _stored(self, effect: core.Store, credited: bool) -> None:
         if credited:
@@ -235,11 +276,12 @@ class Shell:
 
     def _verdict(self, effect: core.StartCheck) -> core.Checked:
         rect, slot = effect.rect, effect.slot
-        if slot.size != rect.elements * FLOAT_BYTES:
-            detail = f"{slot.size} bytes, expected {rect.elements * FLOAT_BYTES}"
-            return core.Checked(effect.lease, core.Check.BAD, detail)
-        region = Region(path=slot.path, offset=slot.offset, size=slot.size)
-        tile = self._slots.floats(region, rect.elements).reshape(rect.batch, rect.m, rect.n)
+        dtype = self._elements.results
+        expected = result_bytes(rect.elements, dtype)
+        if slot.size != expected:
+            return core.Checked(effect.lease, core.Check.BAD, f"{slot.size} bytes, expected {expected}")
+        data = self._slots.bytes(Region(path=slot.path, offset=slot.offset, size=slot.size), expected)
+        tile = floats(data, rect.elements, dtype).reshape(rect.batch, rect.m, rect.n)
         try:
             verdict = self._verifier.check(effect.gemm, rect, tile, effect.accuracy)
         except LookupError:

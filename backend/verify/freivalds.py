@@ -33,7 +33,12 @@ have one sign and k is long, that is as much as operands rounded to f16 make (un
 are all nearly alike (1 + 0.01 N) a product of rank one is as near. Such a product is no further from the truth than an
 honest one may be, so it is let pass.
 
-Left out: what is kept between tiles (verifier.py), k-ranges, operands rounded to f16 or bf16.
+A result that the wire rounds to bf16 or f16 (unit v = 2^-8, 2^-11) is off by v |C_ij| at most, and by 2^-25 where f16
+is subnormal: `rounding` is what that comes to in a row, and is added to each bound; ROUNDED times it where it is seen
+through the probe, of which it is about 0.4. Rounding toward zero instead passes too: it errs less than twice as much.
+Operands that the wire narrowed are what the product is of: they are compared as sent.
+
+Left out: what is kept between tiles (verifier.py).
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from numpy.typing import NDArray
 from backend.coordinator.events import Check
 from backend.verify import normwise
 from backend.verify.normwise import Allowance
+from tileweave.protocol.elements import ResultDtype
 from tileweave.protocol.messages import Accuracy
 
 F32 = NDArray[np.float32]
@@ -63,6 +69,13 @@ SETTLED_ROWS = 32  # at once, the worst first: a liar is found in the first run
 PARTS = 17  # odd, so that data with a period of a power of two does not hide its peaks between them
 LANES = 16  # the widest SIMD a kernel might sum along k with, in float32
 SAMPLED = 8
+RESULT_UNITS: dict[ResultDtype, tuple[float, float]] = {  # relative, and absolute where subnormal
+    "f32": (0.0, 0.0),
+    "bf16": (2.0**-8, 0.0),
+    "f16": (2.0**-11, 2.0**-25),
+}
+ROUNDED = 3.0  # times a row's rounding: 7 standard deviations of what an honest one shows
+ROUNDING_SLACK = 1.01  # what is rounded is not the product but a float32 sum near it
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +133,30 @@ def rows_part(a: F32, beta: F32) -> F32:
         return part
 
 
-def passes(abr: F32, part: F32 | None, c: F32, r: F32, k: int, spread: F64 | None = None) -> NDArray[np.bool_]:
+def rounding(square: F32 | F64, n: int, dtype: ResultDtype) -> F64:
+    """What rounding a row of n numbers to `dtype` may change in it, 2-norm, from the row's squared 2-norm."""
+    relative, absolute = RESULT_UNITS[dtype]
+    most: F64 = relative * np.sqrt(square, dtype=np.float64) + absolute * math.sqrt(n)
+    return most
+
+
+def passes(
+    abr: F32, part: F32 | None, c: F32, r: F32, k: int, spread: F64 | None = None, dtype: ResultDtype = "f32"
+) -> NDArray[np.bool_]:
     """Which rows (batch, m) are within 8 T for certain. `part` is `rows_part`; None: use the C part of T instead.
-    `spread` (batch,) is normwise's u P, added to T where the job accepts that."""
+    `spread` (batch,) is normwise's u P, added to T where the job accepts that. `dtype`: what C was rounded to."""
     with np.errstate(all="ignore"):
+        square = np.vecdot(c, c) if part is None or dtype != "f32" else None
         if part is None:
-            part = np.vecdot(c, c)
+            part = square
+        assert part is not None
         probes = np.abs(abr.astype(np.float64) - np.matmul(c, r))
         d = np.maximum.reduce([probes[:, :, probe] for probe in range(PROBES)])  # max(axis=2) takes longer than C R
         bound = ACCEPT * root(k) * np.sqrt(part, dtype=np.float64)
         if spread is not None:
             bound += ACCEPT * spread[:, None]
+        if square is not None and dtype != "f32":
+            bound += ROUNDED * rounding(square, c.shape[2], dtype) * (bound > 0)  # a zero row has to be zero
         good: NDArray[np.bool_] = np.isfinite(bound) & (d <= bound)
     zero = np.nonzero(good & (bound == 0.0))  # 0 <= 0 may be an underflow: what looks zero has to be
     good[zero] = ~c[zero].any(axis=1)
@@ -161,6 +187,7 @@ def judge(
     exact: ExactColumns,
     doubtful: NDArray[np.bool_],
     accuracy: Accuracy = "rowwise",
+    dtype: ResultDtype = "f32",
 ) -> Verdict:
     """The rules of this module's head for the rows (batch, m) that are `doubtful`.
 
@@ -176,7 +203,9 @@ def judge(
         if fast:
             beside = normwise.allowance(a[entry], bt[entry], _flushed_most(a[entry], columns, len(bt[entry])))
         for rows in _blocks(np.flatnonzero(doubtful[entry]), max(a.shape[2], bt.shape[1])):
-            verdict = _judge_rows(a[entry, rows].astype(np.float64), bt[entry], c[entry, rows], r, columns, beside)
+            verdict = _judge_rows(
+                a[entry, rows].astype(np.float64), bt[entry], c[entry, rows], r, columns, beside, dtype
+            )
             if verdict is None:
                 continue
             verdict = Verdict(verdict.kind, f"batch entry {entry}, rows {rows[0]} to {rows[-1]}: {verdict.detail}")
@@ -186,7 +215,9 @@ def judge(
     return unsure or Verdict(Check.GOOD)
 
 
-def _judge_rows(a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns, beside: Allowance) -> Verdict | None:
+def _judge_rows(
+    a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns, beside: Allowance, dtype: ResultDtype
+) -> Verdict | None:
     """Rows (rows, k) of one batch entry; None: good. `beside`: what a norm-wise job allows them more."""
     if not np.isfinite(c32).all():
         return _judge_not_finite(a, bt, c32, columns.beta)
@@ -195,18 +226,20 @@ def _judge_rows(a: F64, bt: F32, c32: F32, r: F32, columns: ExactColumns, beside
     d = np.abs(a @ columns.br - c @ r.astype(np.float64)).max(axis=1)
     part = np.square(a) @ np.square(columns.beta)
     flushed = _flushed(a, columns, n)
-    tight = root(k) * np.sqrt(part + np.square(c).sum(axis=1)) + flushed
+    square = np.square(c).sum(axis=1)
+    rounded = np.where(part > 0, rounding(square, n, dtype), 0.0)
+    tight = root(k) * np.sqrt(part + square) + flushed
     loose = root(k) * (np.abs(a) @ columns.beta) + flushed
     if beside == normwise.NOTHING and c[part == 0.0].any():
         return Verdict(Check.BAD, "numbers where the product is exactly zero")
-    excess = d / (np.maximum(tight, loose) + beside.width)
+    excess = d / (np.maximum(tight, loose) + beside.width + rounded)
     if (excess > ACCEPT * math.sqrt(k)).any():
         return Verdict(Check.BAD, f"the error is {excess.max():.3g} times what rounding explains (at most {ACCEPT:g})")
-    tight += beside.spread
-    worst_first = np.argsort(tight / np.maximum(d, NORMAL_MIN))
+    allowed = ACCEPT * (tight + beside.spread) + ROUNDED * rounded
+    worst_first = np.argsort(allowed / np.maximum(d, NORMAL_MIN))
     unsure = False
-    for rows in _runs(worst_first[(d > ACCEPT * tight)[worst_first]], SETTLED_ROWS):
-        beyond = _beyond(a[rows], bt, c[rows], part[rows], flushed[rows], normwise.SETTLE * beside.width)
+    for rows in _runs(worst_first[(d > allowed)[worst_first]], SETTLED_ROWS):
+        beyond = _beyond(a[rows], bt, c[rows], part[rows], flushed[rows], normwise.SETTLE * beside.width, dtype)
         if (beyond > normwise.UNSURE * beside.width).any():
             return Verdict(Check.BAD, "not the product when computed again in float64")
         unsure |= len(beyond) > 0
@@ -229,14 +262,14 @@ def _flushed_most(a: F32, columns: ExactColumns, n: int) -> float:
     )
 
 
-def _beyond(a: F64, bt: F32, c: F64, part: F64, flushed: F64, allowed_anyway: float) -> F64:
+def _beyond(a: F64, bt: F32, c: F64, part: F64, flushed: F64, allowed_anyway: float, dtype: ResultDtype = "f32") -> F64:
     """The errors (2-norm) of those of these rows of C that do not stand up to the product in float64.
 
     A float32 sum errs by about u times the sizes of its partial sums, which T knows only the last of. Here the largest
     is looked for, in the usual orders: one sum along k, seen at PARTS places, and 2, 4 .. LANES interleaved ones. Each
     row must be within SETTLE of the bound that it gives. A row that is not, because the terms are alike and errors add
     up, must be no worse than SETTLE times what a float32 sum along k makes of a few of its elements. An
-    error up to `allowed_anyway` (2-norm of a row) needs no such explanation.
+    error up to `allowed_anyway` (2-norm of a row) needs no such explanation, and rounding to `dtype` none besides.
     """
     k = a.shape[1]
     total = np.zeros_like(c)
@@ -253,10 +286,12 @@ def _beyond(a: F64, bt: F32, c: F64, part: F64, flushed: F64, allowed_anyway: fl
     allowed = SETTLE * (root(k) * np.sqrt(part + peak) + flushed)
     off = np.abs(c - total)
     error = np.sqrt(np.square(off).sum(axis=1))
-    far = error > np.maximum(allowed, allowed_anyway)
+    rounded = ROUNDING_SLACK * rounding(np.square(total).sum(axis=1), len(bt), dtype)
+    far = error > np.maximum(allowed, allowed_anyway) + rounded
     if far.any():
         columns = np.argsort(off[far].max(axis=0))[-SAMPLED:]
-        far[far] = error[far] > allowed[far] * _bias(a[far], bt[columns], total[far][:, columns])
+        bias = _bias(a[far], bt[columns], total[far][:, columns])
+        far[far] = error[far] > allowed[far] * bias + rounded[far]
     beyond: F64 = error[far]
     return beyond
 

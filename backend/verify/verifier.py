@@ -21,6 +21,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from backend.coordinator.events import Check
@@ -40,26 +41,38 @@ from backend.verify.freivalds import (
     rows_probe,
 )
 from backend.verify.normwise import columns_size, rows_size, spread
+from backend.verify.operand import Operand
 from planner.shapes import Rect
+from tileweave.protocol.elements import ResultDtype
 from tileweave.protocol.messages import Accuracy
+
+Read = Callable[[], F32]
 
 KEPT_BYTES_MAX = 256 << 20
 SEED_BYTES = 32
 
 
 class _Columns:
-    """A column panel's secret R and what follows from it."""
+    """A column panel's secret R and what follows from it. `read` gives B^T (batch, n, k)."""
 
-    def __init__(self, bt: F32, seed: bytes, with_norms: bool) -> None:
-        self.bt = bt
-        self.r = draw(bt.shape[1], seed)
+    def __init__(self, read: Read, shape: tuple[int, int, int], seed: bytes, with_norms: bool) -> None:
+        batch, n, k = shape
+        self._read = read
+        self.r = draw(n, seed)
         self._with_norms = with_norms
         self._lock = threading.Lock()
+        self._bt: F32 | None = None
         self._probe: tuple[F32, F32 | None] | None = None
         self._size: F64 | None = None
         self._exact: ExactColumns | None = None
-        batch, n, k = bt.shape
         self.nbytes = 4 * n * PROBES + batch * k * (4 * (PROBES + 1) + 8 * (PROBES + 2))
+
+    @property
+    def bt(self) -> F32:
+        """B^T (batch, n, k)."""
+        if self._bt is None:  # two threads that read it at once read the same
+            self._bt = self._read()
+        return self._bt
 
     def probe(self) -> tuple[F32, F32 | None]:
         """B R, and beta where it is wanted."""
@@ -85,14 +98,22 @@ class _Columns:
 
 
 class _Tile:
-    """A tile's A (B R)."""
+    """A tile's A (B R). `read` gives A (batch, m, k)."""
 
-    def __init__(self, a: F32, columns: _Columns) -> None:
-        self.a = a
+    def __init__(self, read: Read, shape: tuple[int, int], columns: _Columns) -> None:
+        self._read = read
         self.columns = columns
         self._lock = threading.Lock()
+        self._a: F32 | None = None
         self._probe: tuple[F32, F32 | None] | None = None
-        self.nbytes = a.shape[0] * a.shape[1] * 4 * (PROBES + 1)
+        self.nbytes = shape[0] * shape[1] * 4 * (PROBES + 1)
+
+    @property
+    def a(self) -> F32:
+        """A (batch, m, k)."""
+        if self._a is None:
+            self._a = self._read()
+        return self._a
 
     def probe(self) -> tuple[F32, F32 | None]:
         """A (B R), and the A part of T where that is the smaller half."""
@@ -108,13 +129,14 @@ class _Tile:
 
 
 class _Gemm(NamedTuple):
-    """The operands: A (batch, m, k), B^T (batch, n, k)."""
+    """The operands, and the type of the results."""
 
-    a: F32
-    bt: F32
+    a: Operand
+    bt: Operand
+    dtype: ResultDtype
 
 
-_ColumnsKey = tuple[int, int, int, int, int]  # gemm, b0, b1, n0, n1
+_ColumnsKey = tuple[int, int, int, int, int, int, int]  # gemm, b0, b1, n0, n1, k0, k1
 _TileKey = tuple[int, Rect]
 
 
@@ -138,17 +160,17 @@ class Verifier:
         """Bytes kept between calls, operands not counted."""
         return self._kept_bytes
 
-    def open_gemm(self, gemm_id: int, batch: int, m: int, n: int, k: int, a: F32, bt: F32) -> None:
-        """C_i[m,n] = A_i[m,k] B_i[k,n] for i < batch: `a` is (batch, m, k), `bt` holds B^T as (batch, n, k); float32,
-        unchanged until `close_gemm`. Raises ValueError where the arrays are not that, or the id is open.
+    def open_gemm(self, gemm_id: int, a: Operand, bt: Operand, dtype: ResultDtype = "f32") -> None:
+        """C_i = A_i B_i for i < batch, or the sum of the products of their parts; B's lines are its columns. Results
+        are rounded to `dtype`. The operands stay unchanged until `close_gemm`. Raises ValueError where they do not go
+        together, or the id is open.
         """
-        for name, array, shape in (("a", a, (batch, m, k)), ("bt", bt, (batch, n, k))):
-            if array.shape != shape or array.dtype.str != "<f4":
-                raise ValueError(f"gemm {gemm_id}: {name} is {array.dtype} {array.shape}, expected float32 {shape}")
+        if (a.batch, a.k, a.depth) != (bt.batch, bt.k, bt.depth):
+            raise ValueError(f"gemm {gemm_id}: A has batch, k {a.batch, a.depth}, B {bt.batch, bt.depth}")
         with self._lock:
             if gemm_id in self._gemms:
                 raise ValueError(f"gemm {gemm_id} is open already; close it first")
-            self._gemms[gemm_id] = _Gemm(a, bt)
+            self._gemms[gemm_id] = _Gemm(a, bt, dtype)
 
     def prepare(self, gemm_id: int, rect: Rect) -> None:
         """A lease for `rect` went out: compute what its check needs besides the result. Of a closed GEMM: nothing."""
@@ -158,8 +180,8 @@ class Verifier:
             tile.probe()
 
     def check(self, gemm_id: int, rect: Rect, c: F32, accuracy: Accuracy = "rowwise") -> Verdict:
-        """Is `c` (batch, m, n of the rectangle, float32) the product, to this accuracy? Raises LookupError for a GEMM
-        that is not open and ValueError for a `c` of another shape.
+        """Is `c` (batch, m, n of the rectangle, float32) the product over the rectangle's run of k, to this accuracy?
+        Raises LookupError for a GEMM that is not open and ValueError for a `c` of another shape.
         """
         if c.shape != (rect.batch, rect.m, rect.n) or c.dtype.str != "<f4":
             raise ValueError(f"gemm {gemm_id}, {rect}: the product is {c.dtype} {c.shape}, expected float32 of {rect}")
@@ -167,13 +189,14 @@ class Verifier:
             if gemm_id not in self._gemms:
                 raise LookupError(f"gemm {gemm_id} is not open")
             tile = self._tile(gemm_id, rect)
+            dtype = self._gemms[gemm_id].dtype
         columns = tile.columns
         abr, part = tile.probe()
         wide = tile.spread() if accuracy == "normwise" else None
-        good = passes(abr, part, c, columns.r, tile.a.shape[2], wide)
+        good = passes(abr, part, c, columns.r, tile.a.shape[2], wide, dtype)
         verdict = Verdict(Check.GOOD)
         if not good.all():
-            verdict = judge(tile.a, columns.bt, c, columns.r, columns.exact(), ~good, accuracy)
+            verdict = judge(tile.a, columns.bt, c, columns.r, columns.exact(), ~good, accuracy, dtype)
         with self._lock:
             if verdict.kind is Check.GOOD:
                 self._drop([(gemm_id, rect)])
@@ -195,19 +218,23 @@ class Verifier:
             self._kept.move_to_end(key)
             return kept
         gemm = self._gemms[gemm_id]
-        tile = _Tile(gemm.a[rect.b0 : rect.b1, rect.m0 : rect.m1], self._columns(gemm_id, gemm, rect))
+        k0, k1 = (rect.k0, rect.k1) if rect.partial else (0, gemm.a.k)
+        read = partial(gemm.a.read, rect.b0, rect.b1, rect.m0, rect.m1, k0, k1)
+        tile = _Tile(read, (rect.batch, rect.m), self._columns(gemm_id, gemm, rect, k0, k1))
         self._keep(key, tile)
         return tile
 
-    def _columns(self, gemm_id: int, gemm: _Gemm, rect: Rect) -> _Columns:
-        key = (gemm_id, rect.b0, rect.b1, rect.n0, rect.n1)
+    def _columns(self, gemm_id: int, gemm: _Gemm, rect: Rect, k0: int, k1: int) -> _Columns:
+        key = (gemm_id, rect.b0, rect.b1, rect.n0, rect.n1, k0, k1)
         kept = self._kept.get(key)
         if isinstance(kept, _Columns):
             self._kept.move_to_end(key)
             return kept
-        bt = gemm.bt[rect.b0 : rect.b1, rect.n0 : rect.n1]
+        depth = (k1 - k0) * gemm.bt.depth // gemm.bt.k
+        read = partial(gemm.bt.read, rect.b0, rect.b1, rect.n0, rect.n1, k0, k1)
         # T has an A part of m x k terms and a C part of m x n: the first stage uses the smaller one.
-        columns = _Columns(bt, self._entropy(SEED_BYTES), with_norms=bt.shape[2] < bt.shape[1])
+        shape = (rect.batch, rect.n, depth)
+        columns = _Columns(read, shape, self._entropy(SEED_BYTES), with_norms=depth < rect.n)
         self._keep(key, columns)
         return columns
 

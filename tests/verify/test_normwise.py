@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from backend.coordinator.events import Check
 from backend.verify import freivalds, normwise, verifier
+from backend.verify.operand import Operand
 from planner.shapes import Gemm
 from tileweave.protocol.messages import Accuracy
 
@@ -22,7 +23,7 @@ def verdict(a: F32, bt: F32, c: F32, seed: int = 0, accuracy: Accuracy = "normwi
     """A (m, k), B^T (n, k), C (m, n) through a verifier of their own."""
     checker = verifier.Verifier(lambda size: (seed + 1).to_bytes(size, "little"))
     gemm = Gemm(1, len(a), len(bt), a.shape[1])
-    checker.open_gemm(1, 1, gemm.m, gemm.n, gemm.k, a[None], bt[None])
+    checker.open_gemm(1, Operand.of(a[None]), Operand.of(bt[None]))
     return checker.check(1, gemm.whole, np.ascontiguousarray(c[None]), accuracy).kind
 
 

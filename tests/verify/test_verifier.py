@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from backend.coordinator.events import Check
+from backend.verify.operand import Operand
 from backend.verify.verifier import KEPT_BYTES_MAX, Verifier
 from planner.shapes import Gemm, Rect
 
@@ -35,7 +36,7 @@ def opened(gemm: Gemm, gemm_id: int = 1, kept_bytes_max: int = KEPT_BYTES_MAX) -
     bt = g.standard_normal((gemm.batch, gemm.n, gemm.k), dtype=np.float32)
     entropy = Entropy()
     verifier = Verifier(entropy, kept_bytes_max)
-    verifier.open_gemm(gemm_id, gemm.batch, gemm.m, gemm.n, gemm.k, a, bt)
+    verifier.open_gemm(gemm_id, Operand.of(a), Operand.of(bt))
     return verifier, entropy, np.matmul(a, bt.transpose(0, 2, 1))
 
 
@@ -108,7 +109,7 @@ def test_a_gemm_of_another_id_never_sees_the_same_r() -> None:
     verifier.check(1, GEMM.whole, c)
     verifier.close_gemm(1)
     a, bt = np.ones((1, 48, 64), np.float32), np.ones((1, 40, 64), np.float32)
-    verifier.open_gemm(1, 1, 48, 40, 64, a, bt)  # nor does the same id opened again
+    verifier.open_gemm(1, Operand.of(a), Operand.of(bt))  # nor does the same id opened again
     assert verifier.check(1, GEMM.whole, c).kind is Check.BAD
     assert entropy.drawn == 2
 
@@ -154,10 +155,13 @@ def test_what_is_kept_is_bounded_and_what_was_dropped_is_computed_again(kept_byt
 
 def test_wrong_arrays_are_refused_with_what_was_got_and_expected() -> None:
     verifier, _, c = opened(GEMM)
-    with pytest.raises(ValueError, match=r"float32 \(1, 48, 64\), expected float32 \(1, 48, 65\)"):
-        verifier.open_gemm(2, 1, 48, 40, 65, np.zeros((1, 48, 64), np.float32), np.zeros((1, 40, 65), np.float32))
+    with pytest.raises(ValueError, match="a part of 16 bytes, expected 24: 2 x 3 f32"):
+        Operand([memoryview(bytes(16))], 1, 2, 3)
+    one = Operand.of(np.zeros((1, 48, 65), np.float32))
+    with pytest.raises(ValueError, match=r"gemm 2: A has batch, k \(1, 64\), B \(1, 65\)"):
+        verifier.open_gemm(2, Operand.of(np.zeros((1, 48, 64), np.float32)), one)
     with pytest.raises(ValueError, match="gemm 1 is open already"):
-        verifier.open_gemm(1, 1, 1, 1, 1, np.zeros((1, 1, 1), np.float32), np.zeros((1, 1, 1), np.float32))
+        verifier.open_gemm(1, one, one)
     with pytest.raises(ValueError, match="the product is float64"):
         verifier.check(1, GEMM.whole, c.astype(np.float64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected float32 of"):
@@ -169,7 +173,7 @@ def test_operands_that_are_not_finite_do_not_count_as_a_reject() -> None:
     verifier = Verifier(entropy)
     a = np.ones((1, 8, 8), np.float32)
     a[0, 3, 3] = np.nan
-    verifier.open_gemm(1, 1, 8, 8, 8, a, np.ones((1, 8, 8), np.float32))
+    verifier.open_gemm(1, Operand.of(a), Operand.of(np.ones((1, 8, 8), np.float32)))
     rect = Rect(0, 1, 0, 8, 0, 8)
     for _ in range(2):
         assert verifier.check(1, rect, np.ones((1, 8, 8), np.float32)).kind is Check.OPERANDS_NOT_FINITE
@@ -185,7 +189,8 @@ def test_by_default_no_two_verifiers_draw_the_same_r() -> None:
     verdicts = set()
     for _ in range(200):
         verifier = Verifier()
-        verifier.open_gemm(1, 1, 1, 64, 1, np.ones((1, 1, 1), np.float32), np.ones((1, 64, 1), np.float32))
+        one, ones = np.ones((1, 1, 1), np.float32), np.ones((1, 64, 1), np.float32)
+        verifier.open_gemm(1, Operand.of(one), Operand.of(ones))
         verdicts.add(verifier.check(1, Rect(0, 1, 0, 1, 0, 64), c).kind)
     assert verdicts == {Check.GOOD, Check.BAD}
 
