@@ -18,7 +18,7 @@ import structlog
 
 from backend.gateway import session as said
 from backend.gateway.link import LinkFigures, LinkMeter
-from backend.gateway.maps import PanelGone
+from backend.gateway.maps import PanelGone, PanelSource
 from backend.gateway.outbox import Chunk, Outbox
 from backend.gateway.ports import Closed, House, Identity, Transport
 from backend.gateway.session import Session
@@ -96,7 +96,7 @@ class Connection:
         self._told = LinkFigures()
         self._wake = asyncio.Event()
         self._bye: Bye | None = None
-        self._view: tuple[PanelRef, memoryview] | None = None
+        self._view: tuple[PanelRef, PanelSource] | None = None
         self._changes = _Budget(CHANGES_PER_S, 2 * CHANGES_PER_S, now_s)
         self._untold = False  # the status changed too often to be told at once; the next tick tells it
 
@@ -298,7 +298,7 @@ class Connection:
             try:
                 return self._chunk(piece)
             except PanelGone as error:
-                self.outbox.lost(piece.lease, piece.ref.panel)
+                self.outbox.lost(piece)
                 await self._carry_out(self.session.failed(piece.lease, str(error)))
 
     def _chunk(self, chunk: Chunk) -> bytes:
@@ -306,9 +306,14 @@ class Connection:
             # Kept to the panel's last chunk: a file that vanishes meanwhile leaves no half panel behind.
             self._view = (chunk.ref, self.house.panel(chunk.ref))
         end = chunk.offset + chunk.length
-        ref = chunk.ref
-        panel = Panel(panel=ref.panel, rows=ref.rows, k=ref.k, offset=chunk.offset, size=ref.size)
-        frame = encode(panel, self._view[1][chunk.offset : end])
+        ref, source = self._view
+        panel = Panel(
+            panel=ref.panel, rows=ref.rows, columns=ref.columns, offset=chunk.offset, size=ref.size, dtype=ref.dtype
+        )
+        frame = encode(panel, source.data[chunk.offset : end])
+        if not source.intact:  # looked at after the copy: what was copied is the panel's
+            self._view = None
+            raise PanelGone(f"panel {ref.panel} was overwritten while it was sent; nobody waits for it any more")
         if end == ref.size:
             self._view = None
         self.meter.chunk(chunk.length, time.monotonic())

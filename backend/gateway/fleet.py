@@ -21,7 +21,7 @@ import structlog
 
 from backend.gateway.connection import Connection
 from backend.gateway.courier import RETRY_S, Courier
-from backend.gateway.maps import Maps
+from backend.gateway.maps import Maps, PanelSource
 from backend.gateway.numbers import Numbers
 from backend.gateway.openjobs import OpenJobs
 from backend.gateway.slots import Slot, Slots
@@ -213,7 +213,7 @@ class Fleet:
     def free_slot(self, slot: Slot) -> None:  # noqa: D102
         self._release(slot.number)
 
-    def panel(self, ref: PanelRef) -> memoryview:  # noqa: D102
+    def panel(self, ref: PanelRef) -> PanelSource:  # noqa: D102
         return self._maps.panel(ref)
 
     def count(self, direction: str, size: int) -> None:  # noqa: D102
@@ -247,9 +247,6 @@ class Fleet:
             case Release(slots=slots):
                 for number in slots:
                     self._release(number)
-            case DropPanels(device="", panels=panels):
-                for connection in self._connections.values():
-                    connection.drop(panels)
             case Census():
                 for connection in self._connections.values():
                     await self._courier.put(ALLOCATOR_STREAM, connection.online(self.name))

@@ -1,7 +1,7 @@
 """What waits to be sent to one device, in the order in which it goes.
 
 Control messages (ACK, REVOKE, PING, BYE) go first, between two panel chunks if need be: an ACK never waits for 64 MiB.
-Leases wait in a queue of their own; only when a lease's turn comes is it decided which of its two panels this
+Leases wait in a queue of their own; only when a lease's turn comes is it decided which of its panels this
 connection has not been sent yet, so that a lease revoked in the queue costs nothing and leaves nothing half-true. DROP
 goes through the same queue: after the leases before it, whose panels it may name, and before those that follow.
 
@@ -84,11 +84,13 @@ class Outbox:
         for first in range(0, len(panels), DROPPED_AT_ONCE):
             self._work.append(_Forget(panels[first : first + DROPPED_AT_ONCE]))
 
-    def lost(self, lease: int, panel: str) -> None:
-        """A panel is gone before its first chunk: the lease is not sent, and the panel does not count as sent."""
+    def lost(self, chunk: Chunk) -> None:
+        """This chunk cannot be sent, its panel is gone: nor is the lease, what the device has of the panel is dropped,
+        and a later lease sends it anew."""
+        panel = chunk.ref.panel
         self._sent.discard(panel)
-        self._turn = iter(())
-        self.revoke({lease})
+        self._turn = iter([Drop(panels=[panel])] if chunk.offset else [])
+        self.revoke({chunk.lease})
 
     def last_words(self) -> Iterator[Message]:
         """The control messages that still wait; what a closing connection sends before BYE."""
@@ -119,7 +121,7 @@ class Outbox:
         elif isinstance(item, _Resend):
             yield from self._panel(item.ref, item.lease)
         else:
-            for ref in (item.a, item.b):
+            for ref in item.panels:
                 if ref.panel not in self._sent and self._turn_lease is not None:
                     yield from self._panel(ref, item.lease.lease)
             if self._turn_lease is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from backend.gateway.maps import PanelSource
 from backend.gateway.slots import Slot
 from backend.settings import Settings
 from backend.switchboard.messages import PanelRef, SlotRef, SwitchMessage
@@ -54,8 +55,8 @@ class House(Protocol):
     def free_slot(self, slot: Slot) -> None:
         """The slot is not needed."""
 
-    def panel(self, ref: PanelRef) -> memoryview:
-        """A panel's bytes. Raises PanelGone."""
+    def panel(self, ref: PanelRef) -> PanelSource:
+        """Where a panel's bytes are. Raises PanelGone."""
 
     def count(self, direction: str, size: int) -> None:
         """Bytes on a device socket, `in` or `out`."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from backend.switchboard.messages import LeaseFailed, PanelRef, Push, ToCoordinator
 from tileweave.protocol import (
-    FLOAT_BYTES,
     Ack,
     Bye,
     Fail,
@@ -30,6 +29,7 @@ from tileweave.protocol import (
     Status,
     Verdict,
 )
+from tileweave.protocol.elements import result_bytes
 
 ANSWERED_MAX = 512  # recent final words remembered, to answer a repeated result the same way
 SMALL_CHUNK_BYTES = 64 << 10  # a chunk below this counts as a message of the rate limit, unless it ends a result
@@ -150,7 +150,7 @@ class Session:
     def leased(self, push: Push) -> None:
         """The device is being handed this lease."""
         lease = push.lease
-        size = lease.batch * lease.m * lease.n * FLOAT_BYTES
+        size = result_bytes(lease.batch * lease.m * lease.n, lease.dtype)
         self._leases[lease.lease] = _Lease(lease.job, size, push)
         self._answered.pop(lease.lease, None)
 
@@ -326,7 +326,7 @@ class Session:
 
     def _need(self, message: Need) -> list[Effect]:
         known = self._leases.get(message.lease)
-        refs = [] if known is None else [ref for ref in (known.push.a, known.push.b) if ref.panel == message.panel]
+        refs = [] if known is None else [ref for ref in known.push.panels if ref.panel == message.panel]
         return [Resend(ref, message.lease) for ref in refs[:1]]
 
     def _lease_failed(self, job: str, lease: int, message: str, bad: bool = False) -> Publish:

@@ -81,8 +81,8 @@ class Coordinator:
         self._cancelled = asyncio.Event()
         self._counters = Counters()
         self._shell = Shell(
-            job.id, epoch, job.accuracy, job.wire, settings, switchboard, self._ledger, self._counters, self._tell_script,
-            self._gemm_done,
+            job.id, epoch, job.accuracy, job.wire, settings, switchboard, self._ledger, self._counters,
+            self._tell_script, self._gemm_done,
         )  # fmt: skip
 
     async def run(self, listener: socket.socket, token: str) -> int:

@@ -25,19 +25,19 @@ from backend.jobs.counters import Counters
 from backend.jobs.maps import Maps, RegionError
 from backend.jobs.outbox import Outbox
 from backend.jobs.products import Product as Assembly
+from backend.jobs.requests import Requested, read_request
 from backend.jobs.translate import event_of, messages_of
 from backend.settings import Settings
 from backend.stores.ledger import Ledger
 from backend.switchboard import messages as wire
 from backend.switchboard.streams import Switchboard, coordinator_stream, gateway_stream
 from backend.verify import normwise
-from backend.verify.operand import Operand
 from backend.verify.verifier import Verifier
 from planner.shapes import PlanLimits
 from tileweave.conversions import floats
-from tileweave.protocol.elements import WIRES, Elements, Wire, panel_bytes, result_bytes, scales_offset
-from tileweave.protocol.messages import DIMENSION_MAX, TERMS_MAX, TEXT_CHARACTERS_MAX, Accuracy
-from tileweave.script.wire import GemmFailed, GemmRequest, Part, Product, Region, ToScript
+from tileweave.protocol.elements import WIRES, Elements, Wire, result_bytes
+from tileweave.protocol.messages import TEXT_CHARACTERS_MAX, Accuracy
+from tileweave.script.wire import GemmFailed, GemmRequest, Product, Region, ToScript
 
 CHECK_THREADS_MAX = 4
 log = structlog.get_logger("coordinator")
@@ -112,66 +112,31 @@ class Shell:
 
     def submit(self, request: GemmRequest) -> None:
         """The script wants a product. One that cannot be read or has impossible sizes is answered at once."""
-        batch, m, n, k = request.batch, request.m, request.n, request.k
         try:
             if request.id in self._products:
                 raise RegionError(f"GEMM {request.id} is open already")
-            if not all(1 <= size <= DIMENSION_MAX for size in (batch, m, n, k)):
-                raise RegionError(f"a product of {batch} x {m} x {n} x {k}, expected sizes from 1 to {DIMENSION_MAX:,}")
-            parts = len(request.a), len(request.b)
-            if parts[0] != parts[1] or not 1 <= parts[0] <= TERMS_MAX or (parts[0] > 1 and batch > 1):
-                raise RegionError(
-                    f"{parts[0]} parts of A, {parts[1]} of B, batch {batch}; expected as many of each, 1 to {TERMS_MAX}, "
-                    "and batch 1 where there are several"
-                )
-            a = self._operand(request.a, batch, m, k, request.a_by_k)
-            bt = self._operand(request.b, batch, n, k, request.b_by_k)
-            c = self._results.floats(request.c, batch * m * n).reshape(batch, m, n)
+            read = read_request(request, self.job, self._elements, self._operands, self._results)
         except RegionError as error:
             self._tell_script(GemmFailed(id=request.id, reason=str(error)))
             return
-        self._products[request.id] = Assembly(c)
-        self._verifier.open_gemm(request.id, a, bt, self._elements.results)
-        submitted = core.GemmSubmitted(
-            gemm=request.id, step=request.step, batch=batch, m=m, n=n, k=k,
-            a=self._matrices(request.a, batch * (k if request.a_by_k else m), m if request.a_by_k else k),
-            b=self._matrices(request.b, batch * (k if request.b_by_k else n), n if request.b_by_k else k),
-            a_by_k=request.a_by_k, b_by_k=request.b_by_k, b_uses=max(1, request.b_uses), elements=self._elements,
-        )  # fmt: skip
-        self.counters.submitted(request.id, submitted.shape)
-        if self._accuracy == "normwise" and parts[0] == 1:
-            self.spawn(self._choose_accuracy(submitted, a, bt))
+        self._products[request.id] = read.c
+        self._verifier.open_gemm(request.id, read.a, read.bt, self._elements.results)
+        self.counters.submitted(request.id, read.event.shape)
+        if self._accuracy == "normwise" and read.event.shape.parts == 1:
+            self.spawn(self._choose_accuracy(read))
         else:
-            self.handle(submitted)
+            self.handle(read.event)
 
-    def _operand(self, parts: list[Part], batch: int, lines: int, k: int, by_k: bool) -> Operand:
-        """Raises RegionError."""
-        rows, columns = (batch * k, lines) if by_k else (batch * lines, k)
-        size = panel_bytes(rows, columns, self._elements.panels)
-        data = [self._operands.bytes(part.region, size) for part in parts]
-        return Operand(data, batch, lines, k, by_k, self._elements.panels)
+    async def _choose_accuracy(self, read: Requested) -> None:
+        event = read.event
 
-    def _matrices(self, parts: list[Part], rows: int, columns: int) -> tuple[core.Matrix, ...]:
-        scales = scales_offset(rows, columns)
-        return tuple(
-            core.Matrix(
-                part.content, part.region.path, part.region.offset, rows, columns, part.stamp_offset, part.stamp,
-                part.region.offset + scales if self._elements.panels == "i8" else 0,
-            )
-            for part in parts
-        )  # fmt: skip
-
-    async def _choose_accuracy(self, submitted: core.GemmSubmitted, a: Operand, bt: Operand) -> None:
         def suits() -> bool:
-            whole = submitted.shape.whole
-            return normwise.suits(
-                a.read(0, whole.b1, 0, submitted.m, 0, submitted.k),
-                bt.read(0, whole.b1, 0, submitted.n, 0, submitted.k),
-            )
+            a = read.a.read(0, event.batch, 0, event.m, 0, event.k)
+            return normwise.suits(a, read.bt.read(0, event.batch, 0, event.n, 0, event.k))
 
         if await asyncio.get_running_loop().run_in_executor(self._checkers, suits):
-            submitted = replace(submitted, accuracy="normwise")
-        self.handle(submitted)
+            event = replace(event, accuracy="normwise")
+        self.handle(event)
 
     def live(self) -> dict[str, Any]:
         """What the job's page shows now."""
@@ -198,9 +163,7 @@ class Shell:
                 )
                 self.outbox.put(stream, revoke)
             if device.held:
-                drop = wire.DropPanels(
-                    job=self.job, panels=list(device.held), device=device.device, connection=device.connection
-                )
+                drop = wire.DropPanels(device=device.device, connection=device.connection, panels=list(device.held))
                 self.outbox.put(stream, drop)
 
     async def settle(self) -> None:

@@ -57,9 +57,7 @@ def messages_of(effect: core.Effect, job: str) -> list[tuple[str, wire.ToGateway
             )
             return [(gateway_stream(effect.gateway), revoke)]
         case core.DropPanels():
-            drop = wire.DropPanels(
-                job=job, panels=list(effect.panels), device=effect.device, connection=effect.connection
-            )
+            drop = wire.DropPanels(device=effect.device, connection=effect.connection, panels=list(effect.panels))
             return [(gateway_stream(effect.gateway), drop)]
         case _:
             return []

@@ -88,13 +88,11 @@ class RevokeLeases(SwitchMessage, frozen=True, tag="revoke"):
 
 
 class DropPanels(SwitchMessage, frozen=True, tag="drop"):
-    """These panels will never be leased again: forget them everywhere and send DROP to the devices that hold them.
-    Where a connection is named: on that one only, in order with its leases, and they may be leased again."""
+    """Send DROP for these panels, in order with the device's leases. They may be leased again."""
 
-    job: str
+    device: str
+    connection: str
     panels: list[str]
-    device: str = ""
-    connection: str = ""
 
 
 class Assign(SwitchMessage, frozen=True, tag="assign"):

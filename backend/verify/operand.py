@@ -20,8 +20,8 @@ F32 = NDArray[np.float32]
 
 
 class Operand:
-    """`parts`: the bytes of each part, a panel of all its rows (protocol/elements.py): by lines, batch x lines rows of
-    k, or `by_k`, batch x k rows of lines. Lines are rows of A, or columns of B. Raises ValueError where the bytes are not
+    """`parts`: the bytes of each, one panel of all its rows (protocol/elements.py): by lines, batch x lines rows of k,
+    or `by_k`, batch x k rows of lines. Lines are rows of A, or columns of B. Raises ValueError where the bytes are not
     as many."""
 
     @classmethod

@@ -102,8 +102,9 @@ class Attacker:
         return message
 
     def product(self, lease: Lease) -> bytes:
-        a = self.panels[lease.a].reshape(lease.batch, lease.m, lease.k)
-        b = self.panels[lease.b].reshape(lease.batch, lease.n, lease.k)
+        (term,) = lease.terms
+        a = self.panels[term.a].reshape(lease.batch, lease.m, term.k)
+        b = self.panels[term.b].reshape(lease.batch, lease.n, term.k)
         return np.matmul(a, b.transpose(0, 2, 1)).tobytes()
 
     def answer(self, lease: Lease, data: bytes) -> None:

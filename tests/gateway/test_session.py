@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from backend.gateway.link import LinkMeter
@@ -12,7 +14,9 @@ from backend.gateway.outbox import Chunk, Outbox
 from backend.gateway.session import Abandon, Begin, Finish, Publish, Reply, Session, Write
 from backend.gateway.slots import Slots, sweep
 from backend.switchboard.messages import PanelRef, Push
-from tileweave.protocol import Ack, Drop, Lease, Ping, ProtocolError, Result, Revoke
+from tileweave.conversions import panel_floats, panel_of
+from tileweave.protocol import Ack, Drop, Lease, Ping, ProtocolError, Result, Revoke, Term
+from tileweave.protocol.elements import panel_bytes, scales_offset
 
 MIB = 1 << 20
 
@@ -21,9 +25,8 @@ def a_push(lease: int, a: str = "a", b: str = "b", rows: int = 4, k: int = 8) ->
     return Push(
         device="d",
         connection="c",
-        lease=Lease(lease=lease, job="j", batch=1, m=rows, n=rows, k=k, a=a, b=b, deadline_s=9),
-        a=PanelRef(a, "/a", 0, rows, k),
-        b=PanelRef(b, "/b", 0, rows, k),
+        lease=Lease(lease=lease, job="j", batch=1, m=rows, n=rows, terms=[Term(k=k, a=a, b=b)], deadline_s=9),
+        panels=[PanelRef(a, "/a", 0, rows, k, 0, 1), PanelRef(b, "/b", 0, rows, k, 0, 1)],
     )
 
 
@@ -77,9 +80,22 @@ def test_a_lost_panel_takes_its_lease_along_and_is_sent_next_time() -> None:
     outbox = Outbox(MIB, 100)
     outbox.push(a_push(1))
     outbox.push(a_push(2, b="b2"))
-    assert outbox.next().ref.panel == "a"
-    outbox.lost(1, "a")
+    first = outbox.next()
+    assert first.ref.panel == "a"
+    outbox.lost(first)
     assert [piece[0] if isinstance(piece, tuple) else piece.lease for piece in drain(outbox)] == ["a", "b2", 2]
+
+
+def test_what_has_come_of_a_panel_that_is_lost_midway_is_dropped() -> None:
+    outbox = Outbox(MIB, 100)
+    outbox.push(a_push(1, rows=1024, k=1024))
+    outbox.push(a_push(2, rows=1024, k=1024))
+    assert (outbox.next().offset, (second := outbox.next()).offset > 0) == (0, True)
+    outbox.lost(second)
+    rest = drain(outbox)
+    assert rest[0] == Drop(panels=["a"])
+    assert rest[1] == ("a", 0), "the second lease sends it from the start"
+    assert [piece.lease for piece in rest if isinstance(piece, Lease)] == [2]
 
 
 def test_a_drop_between_two_leases_is_between_them_on_the_wire_too() -> None:
@@ -193,25 +209,43 @@ def test_slot_numbers_of_an_earlier_run_free_nothing(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results-0-2.bin"]
 
 
+def ref(path: Path | str, offset: int, stamp: bytes = b"aaaaaaaa") -> PanelRef:
+    return PanelRef("p", str(path), offset, 1, 4, 0, int.from_bytes(stamp, "little"))
+
+
 def test_panels_come_from_the_file_that_is_there_now(tmp_path) -> None:
     maps = Maps(tmp_path, 2)
     arena = tmp_path / "arena"
     arena.write_bytes(b"a" * 4096)
-    assert bytes(maps.panel(PanelRef("p", str(arena), 16, 1, 4))) == b"a" * 16
+    assert bytes(maps.panel(ref(arena, 16)).data) == b"a" * 16
     with arena.open("ab") as file:
         file.write(b"b" * 4096)  # it grew
-    assert bytes(maps.panel(PanelRef("p", str(arena), 4096, 1, 4))) == b"b" * 16
+    assert bytes(maps.panel(ref(arena, 4096)).data) == b"b" * 16
     arena.unlink()
     arena.write_bytes(b"c" * 64)  # another file of the same name
-    assert bytes(maps.panel(PanelRef("p", str(arena), 0, 1, 4))) == b"c" * 16
-    for ref in (
-        PanelRef("p", str(arena), 60, 1, 4),
-        PanelRef("p", str(tmp_path / "none"), 0, 1, 4),
-        PanelRef("p", "/etc/passwd", 0, 1, 4),
-        PanelRef("p", f"{tmp_path}/../{tmp_path.name}/arena", 0, 1, 4),
-    ):
+    assert bytes(maps.panel(ref(arena, 0, b"cccccccc")).data) == b"c" * 16
+    gone = [
+        ref(arena, 60, b"cccccccc"),
+        ref(arena, 0),  # another stamp
+        ref(tmp_path / "none", 0),
+        ref("/etc/passwd", 0),
+        ref(f"{tmp_path}/../{tmp_path.name}/arena", 0),
+    ]
+    for one in gone:
         with pytest.raises(PanelGone):
-            maps.panel(ref)
+            maps.panel(one)
+
+
+def test_an_i8_panel_is_its_elements_and_its_scales(tmp_path) -> None:
+    arena = tmp_path / "arena"
+    numbers = np.random.default_rng(1).standard_normal((5, 130), dtype=np.float32)
+    arena.write_bytes((7).to_bytes(8, "little") + bytes(panel_of(numbers, "i8")))
+    scales = 8 + scales_offset(5, 130)
+    rows = slice(2, 5)
+    found = PanelRef("p", str(arena), 8 + 2 * 130, 3, 130, 0, 7, "i8", scales + 2 * 2 * 4)
+    data = Maps(tmp_path, 2).panel(found).data
+    assert data.nbytes == found.size == panel_bytes(3, 130, "i8")
+    assert (panel_floats(data, 3, 130, "i8") == panel_floats(panel_of(numbers[rows], "i8"), 3, 130, "i8")).all()
 
 
 def test_the_link_meter_reads_a_simulated_link() -> None:

@@ -37,9 +37,11 @@ from tileweave.protocol import (
     Need,
     Panel,
     Ping,
+    Pong,
     Profile,
     Result,
     Status,
+    Term,
     chunks,
     decode,
     encode,
@@ -59,13 +61,17 @@ def push(served, peer, job: str, lease: int, m: int = 4, n: int = 6, k: int = 32
     """A lease with its panels in an arena of the run directory; A is all 1, B^T all 2."""
     path = path or served.world.settings.run_dir / "arena"
     if not path.exists():
-        path.write_bytes(np.full(m * k, 1, np.float32).tobytes() + np.full(n * k, 2, np.float32).tobytes())
+        numbers = np.full(m * k, 1, np.float32).tobytes() + np.full(n * k, 2, np.float32).tobytes()
+        path.write_bytes((1).to_bytes(8, "little") + numbers)
+    terms = [Term(k=k, a=f"{name}.a", b=f"{name}.b")]
     message = Push(
         device=peer.welcome.device,
         connection=online(served, peer.welcome.device).connection,
-        lease=Lease(lease=lease, job=job, batch=1, m=m, n=n, k=k, a=f"{name}.a", b=f"{name}.b", deadline_s=60),
-        a=PanelRef(f"{name}.a", str(path), 0, m, k),
-        b=PanelRef(f"{name}.b", str(path), m * k * 4, n, k),
+        lease=Lease(lease=lease, job=job, batch=1, m=m, n=n, terms=terms, deadline_s=60),
+        panels=[
+            PanelRef(f"{name}.a", str(path), 8, m, k, 0, 1),
+            PanelRef(f"{name}.b", str(path), 8 + m * k * 4, n, k, 0, 1),
+        ],
     )
     served.world.tell_gateway(message)
     return message
@@ -154,10 +160,11 @@ def test_fail_needs_and_revoke(make_served) -> None:
     job = world.running_job().id
     sent = push(served, peer, job, 7)
     peer.expect("Lease")
-    peer.send(Need(panel=sent.a.panel, lease=7))
+    wanted = sent.panels[0].panel
+    peer.send(Need(panel=wanted, lease=7))
     while isinstance(message := peer.receive()[0], Ping):
         pass
-    assert message.panel == sent.a.panel
+    assert message.panel == wanted
     peer.send(Fail(lease=7, job=job, code="memory", message="no room"))
     failed = world.wait_told(job, LeaseFailed)
     assert (failed.code, failed.message, failed.bad) == ("memory", "no room", False)
@@ -168,8 +175,8 @@ def test_fail_needs_and_revoke(make_served) -> None:
     assert peer.expect("Revoke").leases == [8]
     peer.send(Result(lease=8, job=job, seconds=0.1, offset=0, size=96), bytes(96))  # crossed it on the way
     assert peer.expect("Ack").verdict == "late"
-    world.tell_gateway(DropPanels(job=job, panels=[sent.a.panel, "1.9.a.0"]))
-    assert peer.expect("Drop").panels == [sent.a.panel]
+    world.tell_gateway(DropPanels(panels=[wanted, "1.9.a.0"], device=device, connection=sent.connection))
+    assert peer.expect("Drop").panels == [wanted]
 
 
 def test_a_vanished_panel_fails_its_lease_and_nothing_else(make_served) -> None:
@@ -185,6 +192,40 @@ def test_a_vanished_panel_fails_its_lease_and_nothing_else(make_served) -> None:
     shutil.rmtree(gone.parent)
     push(served, peer, job, 8)
     assert peer.expect("Lease").lease == 8
+
+
+def test_a_panel_is_never_completed_out_of_a_source_that_was_overwritten(make_served) -> None:
+    """The script has its product and puts something else in the operand's place while a slow device still reads it."""
+    served = make_served()
+    job = served.world.running_job().id
+    arena = served.world.settings.run_dir / "arena"
+    stamp, size = (1).to_bytes(8, "little"), 60 << 20  # more than the sockets between us and the client's queue hold
+    raw = sockets.socket()
+    raw.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, 1 << 16)
+    raw.connect(("127.0.0.1", served.port))
+    peer = served.device_on(served.socket(sock=raw))
+    arena.write_bytes(stamp + bytes([1]) * (size + 1024))
+    push(served, peer, job, 7, m=size // 256, n=4, k=64, path=arena)
+    first, _ = peer.receive()
+    while not isinstance(first, Panel):
+        first, _ = peer.receive()
+    with arena.open("r+b") as file:
+        file.write(bytes(8))  # freed
+        file.write(bytes([2]) * size)
+    assert peer.expect("Drop").panels == [first.panel]
+    assert served.world.wait_told(job, LeaseFailed).lease == 7
+    with arena.open("r+b") as file:
+        file.write(stamp + bytes([3]) * size)
+    push(served, peer, job, 8, m=size // 256, n=4, k=64, path=arena)
+    got = bytearray()
+    while not isinstance((received := peer.receive())[0], Lease):
+        message, payload = received
+        if isinstance(message, Ping):
+            peer.send(Pong(nonce=message.nonce))
+        if isinstance(message, Panel) and message.panel == first.panel:
+            assert message.offset == len(got)
+            got += payload
+    assert bytes(got) == bytes([3]) * size
 
 
 def test_a_result_is_sent_again_after_the_gateway_was_killed(make_served) -> None:
@@ -228,8 +269,8 @@ def test_a_bad_first_frame_gets_a_reason(make_served) -> None:
     served = make_served()
     for frame, code, reason in (
         (b"x", "protocol", "1 bytes"),
-        (b"TW\x02" + bytes(13), "reload", "version 2"),
-        (b"TW\x01\x63" + bytes(12), "protocol", "unknown message number 99"),
+        (b"TW\x01" + bytes(13), "reload", "version 1"),
+        (b"TW\x02\x63" + bytes(12), "protocol", "unknown message number 99"),
         (bytes((1 << 20) + 1), "protocol", "1048577 bytes"),
         ("text", "protocol", "text message"),
         (encode(Status(state="ready")), "protocol", "expected HELLO"),
@@ -252,7 +293,7 @@ def test_misbehaviour_after_hello_ends_the_connection_with_a_reason(make_served)
     closed_with(peer, "protocol", "HELLO")
 
     peer = served.device()
-    peer.socket.send(b"TW\x01\x63" + bytes(12))
+    peer.socket.send(b"TW\x02\x63" + bytes(12))
     closed_with(peer, "protocol", "unknown message")
 
     peer = returning(served, 1)
@@ -343,7 +384,7 @@ def test_a_client_that_never_reads_is_closed_and_the_others_are_not(make_served)
     job = world.running_job().id
     for lease in range(8):  # 8 x 8 MiB; the client library stops reading at one waiting message
         path = world.settings.run_dir / f"arena-{lease}"
-        path.write_bytes(bytes(8 << 20))
+        path.write_bytes((1).to_bytes(8, "little") + bytes(8 << 20))
         push(served, stuck, job, lease, m=512, n=512, k=2048, path=path, name=f"p{lease}")
     gone = world.wait_until(
         "the end of the device that does not read",
@@ -386,7 +427,7 @@ def test_large_payloads_arrive_whole(make_served, elements) -> None:
     job = world.running_job().id
     data = np.random.default_rng(1).bytes(elements * 4)
     path = world.settings.run_dir / "large"
-    path.write_bytes(data + bytes(4 * 4 * 4))
+    path.write_bytes((1).to_bytes(8, "little") + data + bytes(4 * 4 * 4))
     push(served, peer, job, 7, m=elements // 4, n=4, k=4, path=path)  # a product as large as its panel
     got = bytearray()
     while True:

@@ -31,9 +31,11 @@ LIMITS = {
     "silence_s_max": 12.5,
 }  # fmt: skip
 LEASE = {
-    "lease": 2**32 + 7, "job": "job-1", "batch": 2, "m": 64, "n": 32, "k": 128, "a": "1.3.a.0-127", "b": "1.3.b.0-63",
-    "deadline_s": 3.25, "kind": "tile", "dtype": "f32", "accuracy": "rowwise",
+    "lease": 2**32 + 7, "job": "job-1", "batch": 2, "m": 64, "n": 32, "terms": [
+        {"k": 128, "a": "x.0-127", "b": "w.0-63", "a_row": 0, "a_column": 0, "b_row": 0, "b_column": 0}],
+    "deadline_s": 3.25, "a_by_k": False, "b_by_k": False, "kind": "tile", "dtype": "f32", "accuracy": "rowwise",
 }  # fmt: skip
+TERM = {"k": 3, "a": "dy.512-1023", "b": "x.512-1023", "a_row": 2**24, "a_column": 128, "b_row": 1, "b_column": 0}
 
 # (name, message number, every field, payload)
 VALID: list[tuple[str, Kind, dict[str, Any], bytes]] = [
@@ -46,15 +48,24 @@ VALID: list[tuple[str, Kind, dict[str, Any], bytes]] = [
     ("welcome-new", Kind.WELCOME, {"device": "d-1", "name": "quiet-otter", "limits": LIMITS, "secret": SECRET}, b""),
     ("welcome-back", Kind.WELCOME, {"device": "d-1", "name": "", "limits": LIMITS, "secret": None}, b""),
     ("panel-one-chunk", Kind.PANEL, {
-        "panel": "1.3.a.0-1", "rows": 2, "k": 3, "offset": 0, "size": 24, "dtype": "f32"},
+        "panel": "1.3.a.0-1", "rows": 2, "columns": 3, "offset": 0, "size": 24, "dtype": "f32"},
         struct.pack("<6f", 0.0, -1.5, 2.0, 3.25, 1e-30, float("inf"))),
     ("panel-last-chunk", Kind.PANEL, {
-        "panel": "p", "rows": 2, "k": 3, "offset": 16, "size": 24, "dtype": "f32"}, bytes(range(8))),
+        "panel": "p", "rows": 2, "columns": 3, "offset": 16, "size": 24, "dtype": "f32"}, bytes(range(8))),
+    ("panel-bf16", Kind.PANEL, {
+        "panel": "p", "rows": 2, "columns": 3, "offset": 0, "size": 12, "dtype": "bf16"}, bytes(range(12))),
+    ("panel-f16", Kind.PANEL, {
+        "panel": "p", "rows": 3, "columns": 3, "offset": 16, "size": 18, "dtype": "f16"}, bytes(range(2))),
+    ("panel-i8", Kind.PANEL, {  # 3 x 129 elements, 1 of padding, 3 x 2 scales
+        "panel": "p", "rows": 3, "columns": 129, "offset": 0, "size": 412, "dtype": "i8"}, bytes(range(256)) + bytes(156)),
     ("drop", Kind.DROP, {"panels": ["1.3.a.0-127", "1.3.b.0-63"]}, b""),
     ("drop-nothing", Kind.DROP, {"panels": []}, b""),
     ("need", Kind.NEED, {"panel": "1.3.a.0-127", "lease": SAFE_MAX}, b""),
     ("lease", Kind.LEASE, LEASE, b""),
     ("lease-normwise", Kind.LEASE, LEASE | {"accuracy": "normwise"}, b""),
+    ("lease-sum", Kind.LEASE, LEASE | {
+        "batch": 1, "terms": [TERM, TERM | {"a": "dy2.512-1023"}], "a_by_k": True, "b_by_k": True, "dtype": "bf16"}, b""),
+    ("lease-f16", Kind.LEASE, LEASE | {"dtype": "f16", "b_by_k": True}, b""),
     ("result", Kind.RESULT, {"lease": 2**32 + 7, "job": "job-1", "seconds": 0.125, "offset": 16, "size": 48},
         bytes(range(32))),
     ("fail", Kind.FAIL, {"lease": 0, "job": "job-1", "code": "memory", "message": "64 MiB asked, \"12\" free\n"}, b""),
@@ -83,9 +94,10 @@ READ_ONLY: list[tuple[str, Kind, str, dict[str, Any]]] = [
     ("brackets-in-text", Kind.BYE, '{"code":"done","reason":"' + r"\\\"{[" * 40 + '"}', {
         "code": "done", "reason": r"\"{[" * 40, "retry_s": 0}),
     ("lease-least", Kind.LEASE,
-        '{"lease":1,"job":"j","batch":1,"m":2,"n":3,"k":4,"a":"p","b":"q","deadline_s":1.5}', {
-        "lease": 1, "job": "j", "batch": 1, "m": 2, "n": 3, "k": 4, "a": "p", "b": "q", "deadline_s": 1.5,
-        "kind": "tile", "dtype": "f32", "accuracy": "rowwise"}),
+        '{"lease":1,"job":"j","batch":1,"m":2,"n":3,"terms":[{"k":4,"a":"p","b":"q"}],"deadline_s":1.5}', {
+        "lease": 1, "job": "j", "batch": 1, "m": 2, "n": 3,
+        "terms": [{"k": 4, "a": "p", "b": "q", "a_row": 0, "a_column": 0, "b_row": 0, "b_column": 0}],
+        "deadline_s": 1.5, "a_by_k": False, "b_by_k": False, "kind": "tile", "dtype": "f32", "accuracy": "rowwise"}),
     ("status-least", Kind.STATUS, '{"state":"ready"}', {
         "state": "ready", "reason": "", "visible": True, "capacity_bytes": 0}),
 ]  # fmt: skip
@@ -96,7 +108,7 @@ def raw(
     *,
     number: int = Kind.PING,
     magic: bytes = b"TW",
-    version: int = 1,
+    version: int = 2,
     meta_len: int | None = None,
     payload: bytes = b"",
     payload_len: int | None = None,
@@ -131,7 +143,8 @@ def malformed() -> dict[str, bytes]:
         "short-header": raw(ping)[:15],
         "bad-magic": raw(ping, magic=b"WT"),
         "version-0": raw(ping, version=0),
-        "version-2": raw(ping, version=2),
+        "version-1": raw(ping, version=1),
+        "version-3": raw(ping, version=3),
         "number-0": raw(ping, number=0),
         "number-15": raw(ping, number=15),
         "number-255": raw(ping, number=255),
@@ -181,9 +194,11 @@ def malformed() -> dict[str, bytes]:
         "panel-without-payload": raw(
             json.dumps(VALID[4][2]).encode(), number=Kind.PANEL),
         "panel-past-its-size": changed(Kind.PANEL, offset=4),
-        "panel-size-not-rows-times-k": changed(Kind.PANEL, size=28),
+        "panel-size-not-rows-times-columns": changed(Kind.PANEL, size=28),
+        "panel-i8-without-scales": changed(Kind.PANEL, dtype="i8", size=6),
+        "panel-bf16-size-of-f32": changed(Kind.PANEL, dtype="bf16"),
         "panel-rows-zero": changed(Kind.PANEL, rows=0),
-        "panel-rows-too-many": changed(Kind.PANEL, rows=2**24 + 1, k=1, size=4 * (2**24 + 1)),
+        "panel-rows-too-many": changed(Kind.PANEL, rows=2**24 + 1, columns=1, size=4 * (2**24 + 1)),
         "panel-dtype": changed(Kind.PANEL, dtype="f64"),
         "panel-offset-negative": changed(Kind.PANEL, offset=-8),
         "result-past-its-size": changed(Kind.RESULT, size=40),
@@ -197,6 +212,15 @@ def malformed() -> dict[str, bytes]:
         "id-newline-at-end": changed(Kind.NEED, panel="a\n"),
         "id-not-ascii": changed(Kind.NEED, panel="é"),
         "lease-kind": changed(Kind.LEASE, kind="slice"),
+        "lease-no-terms": changed(Kind.LEASE, terms=[]),
+        "lease-terms-missing": without(Kind.LEASE, "terms"),
+        "lease-too-many-terms": changed(Kind.LEASE, terms=[{"k": 1, "a": "a", "b": "b"}] * 257),
+        "lease-term-a-number": changed(Kind.LEASE, terms=[1]),
+        "lease-term-without-k": changed(Kind.LEASE, terms=[{"a": "a", "b": "b"}]),
+        "lease-term-offset-negative": changed(Kind.LEASE, terms=[TERM | {"a_row": -1}]),
+        "lease-term-offset-too-large": changed(Kind.LEASE, terms=[TERM | {"b_column": 2**24 + 1}]),
+        "lease-dtype": changed(Kind.LEASE, dtype="i8"),
+        "lease-by-k-a-number": changed(Kind.LEASE, a_by_k=1),
         "lease-accuracy": changed(Kind.LEASE, accuracy="loose"),
         "lease-accuracy-null": changed(Kind.LEASE, accuracy=None),
         "lease-dimension-fraction": changed(Kind.LEASE, m=1.5),

@@ -117,7 +117,7 @@ def test_mutated_frames_raise_only_protocol_errors(sent: tuple[Message, bytes], 
 
 def test_payload_is_a_view_and_encode_copies_once() -> None:
     operand = np.arange(2**16, dtype=np.float32).reshape(256, 256)
-    panel = Panel(panel="p", rows=256, k=256, offset=0, size=operand.nbytes)
+    panel = Panel(panel="p", rows=256, columns=256, offset=0, size=operand.nbytes)
     tracemalloc.start()
     frame = encode(panel, memoryview(operand).cast("B"))
     _, peak = tracemalloc.get_traced_memory()
@@ -150,7 +150,7 @@ def test_limits_of_frame_and_metadata() -> None:
     with pytest.raises(ValueError, match="expected none"):
         encode(Ping(nonce=1), b"x")
     with pytest.raises(ValueError, match="expected 24"):
-        encode(Panel(panel="p", rows=2, k=3, offset=0, size=28), b"x")
+        encode(Panel(panel="p", rows=2, columns=3, offset=0, size=28), b"x")
     with pytest.raises(ProtocolError, match="expected 16 to"):
         decode(bytes(FRAME_BYTES_MAX + 1))
     long_meta = META_BYTES_MAX + 16
@@ -211,7 +211,7 @@ def test_whole_panel_through_frames() -> None:
     raw: Any = memoryview(panel).cast("B")
     whole = Reassembly(panel.nbytes)
     for offset, length in chunks(panel.nbytes):
-        head = Panel(panel="p", rows=768, k=1024, offset=offset, size=panel.nbytes)
+        head = Panel(panel="p", rows=768, columns=1024, offset=offset, size=panel.nbytes)
         message, payload = decode(encode(head, raw[offset : offset + length]))
         assert isinstance(message, Panel)
         whole.add(message.offset, message.size, payload)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tileweave.script.arena import FREE, HEADER_BYTES, REGION_BYTES_MIN, Arena, ArenaFullError, Block, size_class
+from tileweave.script.arena import FREE, REGION_BYTES_MIN, Arena, ArenaFullError, Block, size_class
 
 SEGMENT = 1 << 16
 

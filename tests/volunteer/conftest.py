@@ -21,6 +21,7 @@ from tileweave.protocol import (
     Panel,
     Reassembly,
     Result,
+    Term,
     Welcome,
     chunks,
     decode,
@@ -118,7 +119,7 @@ class Peer:
         """Sends a panel of (rows, k) float32."""
         data = memoryview(np.ascontiguousarray(rows)).cast("B")
         for offset, length in chunks(len(data)):
-            head = Panel(panel=panel, rows=rows.shape[0], k=rows.shape[1], offset=offset, size=len(data))
+            head = Panel(panel=panel, rows=rows.shape[0], columns=rows.shape[1], offset=offset, size=len(data))
             await self.send(head, data[offset : offset + length])
 
     async def result(self) -> tuple[int, bytes]:
@@ -132,7 +133,7 @@ class Peer:
 
 
 def tile(lease: int, m: int, n: int, k: int, batch: int = 1, a: str = "a", b: str = "b") -> Lease:
-    return Lease(lease=lease, job="job-1", batch=batch, m=m, n=n, k=k, a=a, b=b, deadline_s=60.0)
+    return Lease(lease=lease, job="job-1", batch=batch, m=m, n=n, terms=[Term(k=k, a=a, b=b)], deadline_s=60.0)
 
 
 class TestServer:

@@ -296,9 +296,9 @@ def test_a_server_of_another_version_is_not_tried_again(in_server: InServer) -> 
         async with volunteering(server) as run:
             peer = await server.peer()
             bye = bytearray(encode(Bye(code="reload")))
-            bye[2] = 2
+            bye[2] = 1
             await peer.connection.send(bytes(bye))
-            with pytest.raises(VolunteerEnded, match=r"protocol version 2, expected 1.*update"):
+            with pytest.raises(VolunteerEnded, match=r"protocol version 1, expected 2.*update"):
                 async with asyncio.timeout(20):
                     await run.task
 

@@ -30,6 +30,7 @@ from tileweave.protocol import (
     Result,
     Revoke,
     Status,
+    Term,
     Welcome,
     chunks,
     decode,
@@ -68,12 +69,12 @@ def give_panel(session: Session, panel: str, rows: int, k: int, upto: int | None
     size = rows * k * 4
     for offset, length in chunks(size):
         if upto is None or offset < upto:
-            head = Panel(panel=panel, rows=rows, k=k, offset=offset, size=size)
+            head = Panel(panel=panel, rows=rows, columns=k, offset=offset, size=size)
             session.received(encode(head, bytes(length)), 0.0)
 
 
 def lease(number: int, m: int = 8, n: int = 8, k: int = 16, a: str = "a", b: str = "b", batch: int = 1) -> Lease:
-    return Lease(lease=number, job="job-1", batch=batch, m=m, n=n, k=k, a=a, b=b, deadline_s=9.0)
+    return Lease(lease=number, job="job-1", batch=batch, m=m, n=n, terms=[Term(k=k, a=a, b=b)], deadline_s=9.0)
 
 
 def fresh(memory: int = MEMORY) -> Session:
@@ -120,7 +121,7 @@ def test_a_lease_waits_for_its_panels_and_its_result_for_the_ack(session: Sessio
     assert session.next_task() is None
     give_panel(session, "b", 8, 16)
     task = task_of(session)
-    assert (task.a.rows, task.b.rows, task.a.k) == (8, 8, 16)
+    assert {name: (held.rows, held.columns) for name, held in task.panels.items()} == {"a": (8, 16), "b": (8, 16)}
     session.computed(task, memoryview(bytes(256)), 0.5)
     assert drain(session) == [Result(lease=1, job="job-1", seconds=0.5, offset=0, size=256)]
     assert session.load == (0, 0, 1)
@@ -129,17 +130,30 @@ def test_a_lease_waits_for_its_panels_and_its_result_for_the_ack(session: Sessio
     assert (session.tally.flop, session.tally.verdicts["accepted"]) == (2048, 1)
 
 
-def test_panels_in_flight_are_not_asked_for(session: Session) -> None:
+def test_panels_in_flight_are_not_asked_for() -> None:
+    session = fresh(8 << 20)
+    session.connected(0.0)
+    give(session, WELCOME)
     give_panel(session, "a", 512, 1024, upto=1)
     give_panel(session, "b", 8, 1024)
     give(session, lease(1, m=512, k=1024))
     assert only(drain(session), Need) == []
 
 
+def test_a_chunk_at_offset_0_begins_a_panel_anew(session: Session) -> None:
+    give(session, lease(1, m=64))
+    give_panel(session, "b", 8, 16)
+    head = Panel(panel="a", rows=64, columns=16, offset=0, size=4096)
+    for payload in (bytes([1]) * 2048, bytes([2]) * 2048):
+        session.received(encode(head, payload), 0.0)
+    session.received(encode(msgspec.structs.replace(head, offset=2048), bytes([2]) * 2048), 0.0)
+    assert bytes(task_of(session).panels["a"].data) == bytes([2]) * 4096
+
+
 def test_panels_may_interleave(session: Session) -> None:
     sizes = {"a": 256 * 1024 * 4, "b": 8 * 1024 * 4}
     heads = [
-        (Panel(panel=name, rows=size // 4096, k=1024, offset=half * size // 2, size=size), size // 2)
+        (Panel(panel=name, rows=size // 4096, columns=1024, offset=half * size // 2, size=size), size // 2)
         for half in (0, 1)
         for name, size in sizes.items()
     ]
@@ -274,7 +288,7 @@ def test_chunks_of_a_panel_without_room_are_passed_over() -> None:
     [
         (lease(1, m=1000, n=1000, k=1000), "memory"),
         (lease(1, m=9), "panel"),
-        (lease(1, k=8), "panel"),
+        (lease(1, k=17), "panel"),
         (lease(1, batch=2), "panel"),
     ],
 )
@@ -337,9 +351,9 @@ def test_nothing_but_welcome_comes_first() -> None:
 
 def test_a_panel_over_the_limit_or_out_of_order_is_a_protocol_error(session: Session) -> None:
     with pytest.raises(ProtocolError, match="WELCOME allowed"):
-        session.received(encode(Panel(panel="a", rows=4096, k=1024, offset=0, size=1 << 24), bytes(16)), 0.0)
+        session.received(encode(Panel(panel="a", rows=4096, columns=1024, offset=0, size=1 << 24), bytes(16)), 0.0)
     with pytest.raises(ProtocolError, match="first chunk"):
-        session.received(encode(Panel(panel="a", rows=8, k=16, offset=16, size=512), bytes(16)), 0.0)
+        session.received(encode(Panel(panel="a", rows=8, columns=16, offset=16, size=512), bytes(16)), 0.0)
 
 
 panel_ids = st.sampled_from(["a", "b", "c", "d"])
@@ -375,7 +389,7 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[str, Any, Any]])
                 give_panel(session, what, more, 16)
             case "half":
                 session._panels.drop([what])
-                half = Panel(panel=what, rows=more, k=16, offset=0, size=more * 64)
+                half = Panel(panel=what, rows=more, columns=16, offset=0, size=more * 64)
                 session.received(encode(half, bytes(more * 32)), 0.0)
             case "lease":
                 a, b, m, n = more
@@ -389,7 +403,9 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[str, Any, Any]])
             case "take":
                 task = session.next_task()
                 if task is not None:
-                    assert (task.a.rows, task.b.rows) == (task.lease.m, task.lease.n)
+                    (term,) = task.lease.terms
+                    assert task.panels[term.a].rows >= task.lease.m
+                    assert task.panels[term.b].rows >= task.lease.n
                     taken.append(task)
             case "done" if taken:
                 task = taken.pop(0)

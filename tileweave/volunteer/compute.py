@@ -2,7 +2,8 @@
 
 Each is proved (prove.py) and measured at joining; one that is wrong is not used, and the volunteer's status says why.
 
-A tile is `batch` products C_i[m,n] = A_i[m,k] (B^T_i[n,k])^T in float32. Parallelism comes from several tiles at a
+A tile is a sum of terms, each `batch` products C_i[m,n] = A_i[m,k] (B^T_i[n,k])^T in float32; what the wire narrowed is
+widened first. Parallelism comes from several tiles at a
 time, one thread each: BLAS must be told to use one thread before NumPy is imported (main.py does). Left out: GPUs.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tileweave.conversions import panel_floats
 from tileweave.volunteer.errors import VolunteerEnded
 from tileweave.volunteer.prove import Floats, Multiply, first_fault
 from tileweave.volunteer.session import Task
@@ -54,7 +56,7 @@ def _torch_multiply() -> Multiply | None:
 def flop(task: Task) -> int:
     """FLOP of a tile: 2 batch m n k."""
     lease = task.lease
-    return 2 * lease.batch * lease.m * lease.n * lease.k
+    return 2 * lease.batch * lease.m * lease.n * sum(term.k for term in lease.terms)
 
 
 def installed_kernels() -> dict[str, Multiply]:
@@ -89,10 +91,22 @@ def _measure(multiply: Multiply) -> float:
 
 
 def compute(kernel: Kernel, task: Task) -> tuple[Floats, float]:
-    """The product of a tile, (batch, m, n) and contiguous, and the seconds it took."""
+    """The sum of a tile's products, (batch, m, n) float32 and contiguous, and the seconds it took."""
     lease = task.lease
-    a = np.frombuffer(task.a.data, np.float32).reshape(lease.batch, lease.m, lease.k)
-    bt = np.frombuffer(task.b.data, np.float32).reshape(lease.batch, lease.n, lease.k)
     started_s = time.perf_counter()
-    product = np.ascontiguousarray(kernel.multiply(a, bt))
+    wide = {name: panel_floats(held.data, held.rows, held.columns, held.dtype) for name, held in task.panels.items()}
+    product: Floats | None = None
+    for term in lease.terms:
+        a = _operand(wide[term.a], lease.batch, lease.m, term.k, lease.a_by_k, term.a_row, term.a_column)
+        bt = _operand(wide[term.b], lease.batch, lease.n, term.k, lease.b_by_k, term.b_row, term.b_column)
+        part = np.ascontiguousarray(kernel.multiply(a, bt))
+        product = part if product is None else np.add(product, part, out=product)
+    assert product is not None  # the protocol has no lease without a term
     return product, time.perf_counter() - started_s
+
+
+def _operand(panel: Floats, batch: int, lines: int, k: int, by_k: bool, row: int, column: int) -> Floats:
+    """(batch, lines, k) out of a panel, a view."""
+    height, width = (k, lines) if by_k else (lines, k)
+    block = panel[row : row + batch * height].reshape(batch, height, -1)[:, :, column : column + width]
+    return block.transpose(0, 2, 1) if by_k else block

@@ -26,6 +26,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from tileweave import __version__
+from tileweave.conversions import rounded
 from tileweave.protocol import FRAME_BYTES_MAX, Bye, Hello, Profile, ProtocolError, VersionMismatch, encode
 from tileweave.volunteer.clock import Clock, SystemClock
 from tileweave.volunteer.compute import Kernel, compute, fastest_kernel, flop, installed_kernels
@@ -273,7 +274,8 @@ class _Volunteer:
             rest_s = emulated_s - (self._clock.now_s() - started_s)
             if rest_s > 0:
                 await self._clock.sleep(rest_s)
-            self._session.computed(task, product.data.cast("B"), max(seconds, emulated_s))
+            result = memoryview(rounded(product, task.lease.dtype))
+            self._session.computed(task, result, max(seconds, emulated_s))
 
     # ---- what others see ---------------------------------------------------------------------------------------------
 

@@ -11,15 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tileweave.protocol import Panel, ProtocolError, Reassembly
+from tileweave.protocol import Dtype, Panel, ProtocolError, Reassembly
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete panel: `rows` x `k` float32, row-major, in writable memory of its own."""
+    """A complete panel: `rows` x `columns` elements of `dtype`, in writable memory of its own."""
 
     rows: int
-    k: int
+    columns: int
+    dtype: Dtype
     data: memoryview
 
 
@@ -41,7 +42,7 @@ class PanelStore:
                     self._ignored.discard(chunk.panel)
                 return True
             self._ignored.discard(chunk.panel)
-        if chunk.offset == 0 and chunk.panel not in self._arriving and not self._begin(chunk, room, pinned):
+        if chunk.offset == 0 and not self._begin(chunk, room, pinned):
             if len(payload) < chunk.size:
                 self._ignored.add(chunk.panel)
             return False
@@ -55,11 +56,12 @@ class PanelStore:
             return False
         if complete:
             del self._arriving[chunk.panel]
-            self._held[chunk.panel] = Held(chunk.rows, chunk.k, whole.data)
+            self._held[chunk.panel] = Held(chunk.rows, chunk.columns, chunk.dtype, whole.data)
         return True
 
     def _begin(self, chunk: Panel, room: int, pinned: set[str]) -> bool:
-        self.drop([chunk.panel])  # sent again: the new bytes count
+        self.drop([chunk.panel])  # sent anew, whatever has come of it
+        self._ignored.discard(chunk.panel)
         for panel in [panel for panel in self._held if panel not in pinned]:
             if self.bytes_held + chunk.size <= room:
                 break

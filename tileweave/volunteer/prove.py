@@ -1,8 +1,8 @@
 """Proves a native kernel on this machine before it touches anyone's work, as a browser proves its engines.
 
 The shapes are those at which kernels have been seen to fail: one element, either side of a block, flat, a k beyond one
-block, 500 rows and more; and values outside the range of half precision. Known are the answers to float64's accuracy,
-computed by einsum without BLAS, since a broken BLAS is among the things to be found.
+block, 500 rows and more; operands by lines and by k; and values outside the range of half precision. Known are the
+answers to float64's accuracy, computed by einsum without BLAS, since a broken BLAS is among the things to be found.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def first_fault(multiply: Multiply) -> str:
         scale = SCALES[index % len(SCALES)]
         a = (scale * random.uniform(-1, 1, (batch, m, k))).astype(np.float32)
         bt = (scale * random.uniform(-1, 1, (batch, n, k))).astype(np.float32)
+        if index % 2:
+            a, bt = _by_k(a), _by_k(bt)
         shape = f"{batch}x{m}x{k} by {k}x{n}"
         try:
             c = multiply(a, bt)
@@ -43,6 +45,11 @@ def first_fault(multiply: Multiply) -> str:
         if fault := _fault(a.astype(np.float64), bt.astype(np.float64), c):
             return f"{shape}, {fault}"
     return ""
+
+
+def _by_k(lines: Floats) -> Floats:
+    """The same numbers, with those of one k beside each other."""
+    return np.ascontiguousarray(lines.transpose(0, 2, 1)).transpose(0, 2, 1)
 
 
 def _fault(a: NDArray[np.float64], bt: NDArray[np.float64], c: Floats) -> str:

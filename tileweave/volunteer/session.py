@@ -3,7 +3,7 @@
     received(frame) ->  panels, leases, results  -> next_frame() to the socket, next_task() to a worker
     computed(task)  ->                           ->
 
-The idea: nothing here waits, so every order of events can be tested. A lease waits until both its panels are here, is
+The idea: nothing here waits, so every order of events can be tested. A lease waits until all its panels are here, is
 computed, and its result is kept until the server's ACK, over as many connections as that takes (HELLO lists it).
 Control frames go before result chunks, so a PONG waits for one chunk at most. Leases that had not been started when a
 connection ended are forgotten: the server gave them to others the moment the socket closed.
@@ -15,13 +15,12 @@ upload, and the server wants some answer from a slow device before it trusts it 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tileweave.protocol import (
-    FLOAT_BYTES,
     TEXT_CHARACTERS_MAX,
     Ack,
     Bye,
@@ -45,6 +44,7 @@ from tileweave.protocol import (
     decode,
     encode,
 )
+from tileweave.protocol.elements import result_bytes
 from tileweave.volunteer.panels import Held, PanelStore
 
 HANDSHAKE_S_MAX = 10.0  # from connecting to WELCOME
@@ -54,11 +54,10 @@ PANELS_LISTED_MAX = 256  # in HELLO, so that its metadata stays small
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One tile to compute: `lease` with its panels a (batch*m x k) and b (batch*n x k)."""
+    """One tile to compute: `lease` with its panels."""
 
     lease: Lease
-    a: Held
-    b: Held
+    panels: Mapping[str, Held]
     connection: int
 
 
@@ -161,15 +160,15 @@ class Session:
     def next_task(self) -> Task | None:
         """The oldest lease whose panels are here; the caller answers it by `computed` or `failed`."""
         for number, lease in self._waiting.items():
-            a, b = self._panels.get(lease.a), self._panels.get(lease.b)
-            if a is None or b is None:
+            panels = {panel: held for panel in panels_of(lease) if (held := self._panels.get(panel)) is not None}
+            if len(panels) < len(panels_of(lease)):
                 continue
             del self._waiting[number]
-            fault = _mismatch(lease, a, b)
+            fault = _mismatch(lease, panels)
             if fault:
                 self._fail(lease, "panel", fault)
                 return self.next_task()
-            task = Task(lease, a, b, self._connection)
+            task = Task(lease, panels, self._connection)
             self._computing[number] = task
             return task
         return None
@@ -182,8 +181,8 @@ class Session:
     # ---- from a worker -----------------------------------------------------------------------------------------------
 
     def computed(self, task: Task, data: memoryview, seconds: float) -> None:
-        """`task` gave `data` (batch*m*n float32) in `seconds`. A revoked one is dropped, and so is one that a newer
-        connection's HELLO did not list."""
+        """`task` gave `data` (batch*m*n of the lease's dtype) in `seconds`. A revoked one is dropped, and so is
+        one that a newer connection's HELLO did not list."""
         if not self._finish(task):
             return
         lease = task.lease
@@ -247,11 +246,11 @@ class Session:
         if chunk.size > self.limits.panel_bytes_max:
             raise ProtocolError(f"panel of {chunk.size} bytes, WELCOME allowed {self.limits.panel_bytes_max}")
         room = self._memory_bytes - sum(len(done.data) for done in self._results.values())
-        pinned = {panel for lease in self._waiting.values() for panel in (lease.a, lease.b)}
+        pinned = {panel for lease in self._waiting.values() for panel in panels_of(lease)}
         self._needed.discard(chunk.panel)
         if self._panels.take(chunk, payload, room, pinned):
             return
-        for lease in [lease for lease in self._waiting.values() if chunk.panel in (lease.a, lease.b)]:
+        for lease in [lease for lease in self._waiting.values() if chunk.panel in panels_of(lease)]:
             del self._waiting[lease.lease]
             self._fail(lease, "memory", f"no room for panel {chunk.panel} of {chunk.size} bytes")
 
@@ -260,12 +259,12 @@ class Session:
         if len(self._waiting) + len(self._computing) >= self.limits.leases_max:
             self._fail(lease, "memory", f"already {self.limits.leases_max} leases in hand")
             return
-        needs = FLOAT_BYTES * lease.batch * (lease.m * lease.k + lease.n * lease.k + lease.m * lease.n)
+        needs = result_bytes(lease.batch * lease.m * lease.n, lease.dtype)
         if needs > self._memory_bytes:
-            self._fail(lease, "memory", f"the tile needs {needs} bytes of the {self._memory_bytes} this device gives")
+            self._fail(lease, "memory", f"the result needs {needs} bytes of the {self._memory_bytes} this device gives")
             return
         self._waiting[lease.lease] = lease
-        for panel in (lease.a, lease.b):
+        for panel in panels_of(lease):
             missing = self._panels.get(panel) is None and not self._panels.is_arriving(panel)
             if missing and panel not in self._needed:
                 self._needed.add(panel)
@@ -287,9 +286,20 @@ class Session:
         self._control.append(Fail(lease=lease.lease, job=lease.job, code=code, message=message[:TEXT_CHARACTERS_MAX]))
 
 
-def _mismatch(lease: Lease, a: Held, b: Held) -> str:
+def panels_of(lease: Lease) -> dict[str, None]:
+    """The panels that its terms name, each once, in order."""
+    return dict.fromkeys(panel for term in lease.terms for panel in (term.a, term.b))
+
+
+def _mismatch(lease: Lease, panels: Mapping[str, Held]) -> str:
     """Why these panels cannot be the lease's operands; "" when they can."""
-    for name, held, rows in (("a", a, lease.batch * lease.m), ("b", b, lease.batch * lease.n)):
-        if (held.rows, held.k) != (rows, lease.k):
-            return f"panel {name} is {held.rows} x {held.k}, the lease needs {rows} x {lease.k}"
+    for term in lease.terms:
+        for name, by_k, lines, row, column in (
+            (term.a, lease.a_by_k, lease.m, term.a_row, term.a_column),
+            (term.b, lease.b_by_k, lease.n, term.b_row, term.b_column),
+        ):
+            height, width = (term.k, lines) if by_k else (lines, term.k)
+            rows, columns, held = row + lease.batch * height, column + width, panels[name]
+            if rows > held.rows or columns > held.columns:
+                return f"panel {name} is {held.rows} x {held.columns}, the lease reaches to {rows} x {columns}"
     return ""
