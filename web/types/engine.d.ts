@@ -8,6 +8,13 @@ export type Dtype = "f32" | "bf16" | "f16" | "i8";
 /** rowwise: errors of an ordinary float32 sum. normwise: small beside the largest element of the product, not beside each. */
 export type Accuracy = "rowwise" | "normwise";
 
+/** What a panel's bytes are: rows x columns elements, row-major; i8 with its scales behind (protocol.js, panelBytes). */
+export interface PanelForm {
+  rows: number;
+  columns: number;
+  dtype: Dtype;
+}
+
 /**
  * A matrix as it lies in bytes, in the panels' own sense: a line is a row of A or a column of B, an element of a line is
  * at `line * across + l * along` (elements, l runs over k). A panel as the wire carries it has across = k, along = 1.
@@ -36,18 +43,34 @@ export interface Problem {
   accuracy: Accuracy;
 }
 
-/** The part of a lease that an engine needs. */
+/** One of the products whose sum a tile is: `k` long, its operands beginning at a row and column of two panels. */
+export interface Term {
+  k: number;
+  a: string;
+  b: string;
+  aRow: number;
+  aColumn: number;
+  bRow: number;
+  bColumn: number;
+}
+
+/**
+ * The part of a lease that an engine needs: C_i[m,n], i < batch, the sum of its terms. A panel holds lines (rows of A,
+ * columns of B) as its rows; where `byK`, its rows run along k. Entry i of a batch lies m (n, or k by k) rows further down.
+ */
 export interface TileWork {
   batch: number;
   m: number;
   n: number;
-  k: number;
-  a: string;
-  b: string;
+  aByK: boolean;
+  bByK: boolean;
+  terms: Term[];
+  /** What the product is rounded to. */
+  dtype: "f32" | "bf16" | "f16";
   accuracy: Accuracy;
 }
 
-/** A product on its way out: float32, batch x m x n, in a buffer of its own; seconds in the kernel. */
+/** A product on its way out: batch x m x n of the tile's dtype, in a buffer of its own; seconds in the kernel. */
 export interface Product {
   bytes: Uint8Array<ArrayBuffer>;
   seconds: number;
@@ -62,8 +85,8 @@ export interface Engine {
   readonly note: string;
   /** Bytes the engine holds now, and those of them in use. */
   readonly memory: { bytes: number; used: number };
-  /** Keeps a panel (float32). What finds no room is `lost`, and a tile that needs it fails with OutOfMemory. */
-  put(id: string, bytes: Uint8Array<ArrayBuffer>): void;
+  /** Keeps a panel. What finds no room is `lost`, and a tile that needs it fails with OutOfMemory. */
+  put(id: string, bytes: Uint8Array<ArrayBuffer>, form: PanelForm): void;
   drop(ids: string[]): void;
   /** Panels that found no room, or went with a lost GPU, since the last call. */
   takeLost(): string[];

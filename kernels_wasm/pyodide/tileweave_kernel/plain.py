@@ -29,12 +29,23 @@ class Plain:
         return 0
 
     def tile(
-        self, batch: int, m: int, n: int, k: int, a: bytearray, b: bytearray, c: bytearray, scratch: bytearray | None
+        self,
+        batch: int,
+        m: int,
+        n: int,
+        k: int,
+        a: Operand,
+        a_entry: int,
+        b: Operand,
+        b_entry: int,
+        c: bytearray,
+        accumulate: bool,
+        scratch: bytearray | None,
     ) -> None:
-        """C[i] = A[i] B[i] for panels as the wire carries them."""
+        """C[i] (+)= A[i] B[i], the operands of each entry so many bytes behind those before."""
         for i in range(batch):
-            operands = Operand(a, 4 * i * m * k, k), Operand(b, 4 * i * n * k, k)
-            self.multiply(m, n, k, *operands, memoryview(c)[4 * i * m * n :], n, False, None)
+            operands = (x._replace(offset=x.offset + i * entry) for x, entry in ((a, a_entry), (b, b_entry)))
+            self.multiply(m, n, k, *operands, memoryview(c)[4 * i * m * n :], n, accumulate, None)
 
     def multiply(
         self,

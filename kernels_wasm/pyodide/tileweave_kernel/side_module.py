@@ -34,17 +34,30 @@ class SideModule:
         return int(self._fast_scratch_bytes(m, n, k))
 
     def tile(
-        self, batch: int, m: int, n: int, k: int, a: bytearray, b: bytearray, c: bytearray, scratch: bytearray | None
+        self,
+        batch: int,
+        m: int,
+        n: int,
+        k: int,
+        a: Operand,
+        a_entry: int,
+        b: Operand,
+        b_entry: int,
+        c: bytearray,
+        accumulate: bool,
+        scratch: bytearray | None,
     ) -> None:
-        """C[i] = A[i] B[i] for panels as the wire carries them; norm-wise where there is a scratch."""
-        at_a, at_b, at_c = _address(a), _address(b), _address(c)
+        """C[i] (+)= A[i] B[i], the operands of each entry so many bytes behind those before; norm-wise where there is a
+        scratch, for float32 by lines."""
+        at_a, at_b, at_c = _address(a.buffer) + a.offset, _address(b.buffer) + b.offset, _address(c)
         at_scratch = _address(scratch or self._scratch)
         for _ in range(batch):
             if scratch:
-                self._fast(m, n, k, at_a, k, at_b, k, at_c, n, at_scratch)
+                self._fast(m, n, k, at_a, a.across, at_b, b.across, at_c, n, at_scratch)
             else:
-                self._gemm(m, n, k, at_a, k, 1, 0, 0, at_b, k, 1, 0, 0, at_c, n, 0, 0, at_scratch)
-            at_a, at_b, at_c = at_a + 4 * m * k, at_b + 4 * n * k, at_c + 4 * m * n
+                left, right = (at_a, a.across, a.along, a.type, 0), (at_b, b.across, b.along, b.type, 0)
+                self._gemm(m, n, k, *left, *right, at_c, n, accumulate, 0, at_scratch)
+            at_a, at_b, at_c = at_a + a_entry, at_b + b_entry, at_c + 4 * m * n
 
     def multiply(
         self,

@@ -20,6 +20,15 @@ export function fresh(open, remember = () => {}) {
   return open({ bytesMax: BYTES_MAX, base, remembered: null, remember });
 }
 
+/** @param {number} n @param {string} a @param {string} b @returns {import("../../types/engine.js").TileWork} */
+function wholeTile(n, a, b) {
+  const terms = [{ k: n, a, b, aRow: 0, aColumn: 0, bRow: 0, bColumn: 0 }];
+  return { batch: 1, m: n, n, aByK: false, bByK: false, terms, dtype: "f32", accuracy: "rowwise" };
+}
+
+/** @param {number} n @returns {import("../../types/engine.js").PanelForm} */
+const whole = (n) => ({ rows: n, columns: n, dtype: "f32" });
+
 /**
  * Panels that are there; a call is a tile computed from them, as many at once as the engine wants. Timed is what the
  * engine says of its kernel ("kernel"), or the wall clock until the product is JavaScript's ("tile").
@@ -29,9 +38,9 @@ export function fresh(open, remember = () => {}) {
 export async function resident(name, engine, n, clock) {
   const { a, bt } = await operands(n, "f32");
   const ids = { a: `${name} a ${n}`, b: `${name} b ${n}` };
-  engine.put(ids.a, a);
-  engine.put(ids.b, bt);
-  const tile = () => engine.compute({ batch: 1, m: n, n, k: n, ...ids, accuracy: "rowwise" });
+  engine.put(ids.a, a, whole(n));
+  engine.put(ids.b, bt, whole(n));
+  const tile = () => engine.compute(wholeTile(n, ids.a, ids.b));
   return {
     ...square(name, n, tile),
     run: async (calls) => {
@@ -55,9 +64,9 @@ export async function arriving(name, engine, n) {
   const tile = async () => {
     last += 1;
     const ids = { a: `${name} a ${last}`, b: `${name} b ${last}` };
-    engine.put(ids.a, a);
-    engine.put(ids.b, bt);
-    const product = await engine.compute({ batch: 1, m: n, n, k: n, ...ids, accuracy: "rowwise" });
+    engine.put(ids.a, a, whole(n));
+    engine.put(ids.b, bt, whole(n));
+    const product = await engine.compute(wholeTile(n, ids.a, ids.b));
     engine.drop([ids.a, ids.b]);
     return product;
   };

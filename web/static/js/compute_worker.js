@@ -11,6 +11,7 @@
 import { prove, proveLarge } from "./engines/check.js";
 import { choose } from "./engines/choice.js";
 import { EngineGone, MissingPanel, OutOfMemory, words } from "./engines/errors.js";
+import { panelsOf } from "./protocol.js";
 
 /**
  * @typedef {import("./protocol.js").Lease} Lease
@@ -18,7 +19,9 @@ import { EngineGone, MissingPanel, OutOfMemory, words } from "./engines/errors.j
  * @typedef {import("./engines/choice.js").Trial} Trial
  * @typedef {{ kernels: string[], threads: number, cpuBytesMax: number, gpuBytesMax: number,
  *   remembered: Record<string, string> }} Wish
- * @typedef {{ is: "start", wish: Wish } | { is: "panel", panel: string, bytes: Uint8Array<ArrayBuffer> }
+ * @typedef {import("../../types/engine.js").PanelForm} PanelForm
+ * @typedef {import("../../types/engine.js").TileWork} TileWork
+ * @typedef {{ is: "start", wish: Wish } | { is: "panel", panel: string, form: PanelForm, bytes: Uint8Array<ArrayBuffer> }
  *   | { is: "tile", lease: Lease } | { is: "drop", panels: string[] } | { is: "revoke", leases: number[] }
  *   | { is: "prove" }} Order
  * @typedef {{ is: "able", kernel: string, depth: number, flops: number, trials: Trial[] } | { is: "unable", reason: string }
@@ -52,7 +55,7 @@ self_.onmessage = ({ data }) => {
       wish = data.wish;
       return void change();
     }
-    case "panel": return keep(data.panel, data.bytes);
+    case "panel": return keep(data.panel, data.bytes, data.form);
     case "drop": return drop(data.panels);
     case "tile": {
       queue.push(data.lease);
@@ -66,12 +69,12 @@ self_.onmessage = ({ data }) => {
   }
 };
 
-/** @param {string} panel @param {Uint8Array<ArrayBuffer>} bytes */
-function keep(panel, bytes) {
+/** @param {string} panel @param {Uint8Array<ArrayBuffer>} bytes @param {PanelForm} form */
+function keep(panel, bytes, form) {
   held.add(panel);
   if (!engine) return void gone.add(panel);
   gone.delete(panel);
-  engine.put(panel, bytes);
+  engine.put(panel, bytes, form);
 }
 
 /** @param {string[]} panels */
@@ -154,22 +157,29 @@ function revoke(leases) {
 async function compute(current, lease) {
   running += 1;
   try {
-    const missing = [lease.a, lease.b].filter((panel) => gone.has(panel));
+    const missing = panelsOf(lease).filter((panel) => gone.has(panel));
     if (missing.length) return fail(lease, "memory", "the panels went with the engine that held them", missing);
-    const { bytes, seconds } = await current.compute({ accuracy: "rowwise", ...lease });
+    const { bytes, seconds } = await current.compute(workOf(lease));
     const heapBytes = current.memory.bytes;
     self_.postMessage({ is: "computed", lease: lease.lease, bytes, seconds, heapBytes }, [bytes.buffer]);
   } catch (error) {
     const text = words(error);
     if (error instanceof EngineGone) {
       leave(current, text);
-      fail(lease, "memory", text, [lease.a, lease.b]);
+      fail(lease, "memory", text, panelsOf(lease));
     } else if (error instanceof OutOfMemory) fail(lease, "memory", text, current.takeLost());
     else fail(lease, error instanceof MissingPanel ? "panel" : "kernel", text, current.takeLost());
   } finally {
     running -= 1;
     if (queue.length) wake();
   }
+}
+
+/** @param {Lease} lease @returns {TileWork} */
+function workOf({ batch, m, n, terms, a_by_k: aByK = false, b_by_k: bByK = false, dtype = "f32", accuracy = "rowwise" }) {
+  const places = terms.map(({ k, a, b, a_row: aRow = 0, a_column: aColumn = 0, b_row: bRow = 0, b_column: bColumn = 0 }) =>
+    ({ k, a, b, aRow, aColumn, bRow, bColumn }));
+  return { batch, m, n, aByK, bByK, terms: places, dtype, accuracy };
 }
 
 /** @param {Lease} lease @param {"memory"|"kernel"|"panel"} code @param {string} text @param {string[]} lost */

@@ -145,8 +145,8 @@ function carryOut(effects = []) {
       case "close": close(); break;
       case "send": send(effect.message, effect.payload); break;
       case "panel": {
-        const { worker, panel, bytes, handOver } = effect;
-        order(worker, { is: "panel", panel, bytes }, handOver ? [bytes.buffer] : []);
+        const { worker, panel, form, bytes, handOver } = effect;
+        order(worker, { is: "panel", panel, form, bytes }, handOver ? [bytes.buffer] : []);
         break;
       }
       case "tile": order(effect.worker, { is: "tile", lease: effect.lease }); break;

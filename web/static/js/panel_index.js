@@ -15,7 +15,8 @@ import { ProtocolError, Reassembly } from "./protocol.js";
  * @typedef {object} Entry
  * @property {string} id
  * @property {number} rows
- * @property {number} k
+ * @property {number} columns
+ * @property {import("./protocol.js").Dtype} dtype
  * @property {number} size bytes; 0 while only leases know of it
  * @property {"wanted"|"arriving"|"held"|"refused"} state
  * @property {Reassembly|null} assembly
@@ -59,18 +60,20 @@ export class PanelIndex {
 
   /**
    * Takes one PANEL message; true when the panel became complete. `evicted` collects what had to go for it.
-   * @param {import("./protocol.js").Panel} message @param {Uint8Array} payload @param {string[]} evicted
+   * @param {Required<import("./protocol.js").Panel>} message @param {Uint8Array} payload @param {string[]} evicted
    * @throws {ProtocolError} for chunks out of order
    */
   add(message, payload, evicted) {
     let entry = this.#entries.get(message.panel);
     if (entry?.state === "held" || (entry?.state === "refused" && message.offset > 0)) return false; // sent again
-    if (!entry || entry.state !== "arriving") {
+    if (!entry || entry.state !== "arriving" || message.offset === 0) {
+      if (entry?.state === "arriving") Object.assign(entry, { state: "wanted", size: 0, assembly: null }); // begins anew
       entry = this.#begin(message, evicted);
       if (entry.state === "refused") return false;
     }
-    if (entry.rows !== message.rows || entry.k !== message.k) {
-      throw new ProtocolError(`panel ${message.panel} changed from ${entry.rows} x ${entry.k} to ${message.rows} x ${message.k}`);
+    if (entry.rows !== message.rows || entry.columns !== message.columns || entry.dtype !== message.dtype) {
+      throw new ProtocolError(`panel ${message.panel} changed from ${entry.rows} x ${entry.columns} ${entry.dtype} `
+        + `to ${message.rows} x ${message.columns} ${message.dtype}`);
     }
     const assembly = /** @type {Reassembly} */ (entry.assembly);
     if (!assembly.add(message.offset, message.size, payload)) return false;
@@ -187,10 +190,11 @@ export class PanelIndex {
     return gone;
   }
 
-  /** @param {import("./protocol.js").Panel} message @param {string[]} evicted */
+  /** @param {Required<import("./protocol.js").Panel>} message @param {string[]} evicted */
   #begin(message, evicted) {
     const entry = this.#entries.get(message.panel) ?? this.#blank(message.panel);
-    Object.assign(entry, { rows: message.rows, k: message.k, size: message.size, dropped: false, state: "refused" });
+    const { rows, columns, dtype, size } = message;
+    Object.assign(entry, { rows, columns, dtype, size, dropped: false, state: "refused" });
     this.#touch(entry);
     const fits = this.makeRoom(message.size, evicted);
     if (fits) Object.assign(entry, { state: "arriving", assembly: new Reassembly(message.size) });
@@ -207,7 +211,7 @@ export class PanelIndex {
   #blank(id) {
     /** @type {Entry} */
     const entry = {
-      id, rows: 0, k: 0, size: 0, state: "wanted", assembly: null, bytes: null, workers: new Set(), leases: 0, dropped: false,
+      id, rows: 0, columns: 0, dtype: "f32", size: 0, state: "wanted", assembly: null, bytes: null, workers: new Set(), leases: 0, dropped: false,
       asked: false, sent: false,
     };
     this.#entries.set(id, entry);

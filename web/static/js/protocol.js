@@ -1,6 +1,6 @@
 // @ts-check
 /**
- * The wire protocol between a device and the server, version 1, as a browser speaks it.
+ * The wire protocol between a device and the server, version 2, as a browser speaks it.
  *
  * The mirror of tileweave/protocol (frames.py, messages.py, chunks.py); PROTOCOL.md has the byte picture, and the golden
  * vectors in tests/golden hold the two together. The idea: one table of fields, SCHEMAS, checks what comes in and what
@@ -11,7 +11,7 @@
  * cannot tell 1.0 from 1, so an integer written as 1.0 passes here and is refused by the server.
  */
 
-export const PROTOCOL_VERSION = 1;
+export const PROTOCOL_VERSION = 2;
 export const FRAME_BYTES_MAX = 1 << 20;
 export const META_BYTES_MAX = 1 << 16;
 export const HEADER_BYTES = 16;
@@ -22,7 +22,10 @@ const SIZE_MAX = 2 ** 40;
 const ERROR_TEXT_MAX = 300; // of an error that may quote the peer; BYE carries up to 500
 const NESTING_MAX = 64; // objects and lists within each other, the outermost included
 const MAGIC = 0x5754; // "TW", little-endian
-const ELEMENT_BYTES = { f32: 4 };
+const ELEMENT_BYTES = { f32: 4, bf16: 2, f16: 2, i8: 1 };
+export const TERMS_MAX = 256;
+/** Elements of a row that share a scale in an i8 panel. */
+export const SCALE_BLOCK = 128;
 
 /** Message numbers: byte 3 of the header. Never reused. */
 export const KIND = Object.freeze({
@@ -38,11 +41,14 @@ export const KIND = Object.freeze({
  * @typedef {{type: "HELLO", client: string, profile: Profile, device?: string|null, secret?: string|null, name?: string,
  *   panels?: string[], leases?: number[]}} Hello
  * @typedef {{type: "WELCOME", device: string, name: string, limits: Limits, secret?: string|null}} Welcome
- * @typedef {{type: "PANEL", panel: string, rows: number, k: number, offset: number, size: number, dtype?: "f32"}} Panel
+ * @typedef {{type: "PANEL", panel: string, rows: number, columns: number, offset: number, size: number, dtype?: Dtype}} Panel
  * @typedef {{type: "DROP", panels: string[]}} Drop
  * @typedef {{type: "NEED", panel: string, lease: number}} Need
- * @typedef {{type: "LEASE", lease: number, job: string, batch: number, m: number, n: number, k: number, a: string,
- *   b: string, deadline_s: number, kind?: "tile", dtype?: "f32", accuracy?: "rowwise"|"normwise"}} Lease
+ * @typedef {"f32"|"bf16"|"f16"|"i8"} Dtype
+ * @typedef {{k: number, a: string, b: string, a_row?: number, a_column?: number, b_row?: number, b_column?: number}} Term
+ * @typedef {{type: "LEASE", lease: number, job: string, batch: number, m: number, n: number, terms: Term[],
+ *   deadline_s: number, a_by_k?: boolean, b_by_k?: boolean, kind?: "tile", dtype?: "f32"|"bf16"|"f16",
+ *   accuracy?: "rowwise"|"normwise"}} Lease
  * @typedef {{type: "RESULT", lease: number, job: string, seconds: number, offset: number, size: number}} Result
  * @typedef {"memory"|"kernel"|"panel"|"unsupported"|"stopped"} FailCode
  * @typedef {{type: "FAIL", lease: number, job: string, code: FailCode, message?: string}} Fail
@@ -63,7 +69,7 @@ export const KIND = Object.freeze({
  * @typedef {Message extends infer M ? M extends Message ? Required<M> : never : never} Decoded
  */
 
-/** The peer sent bytes that are not protocol v1. */
+/** The peer sent bytes that are not this protocol. */
 export class ProtocolError extends Error {
   /** @param {string} text what was got and what was expected */
   constructor(text) {
@@ -106,9 +112,9 @@ const text = (max, min = 0) => (value) => {
 const oneOf = (...values) => (value) =>
   values.includes(/** @type {string} */ (value)) ? "" : `one of ${values.join(", ")}`;
 
-/** @type {(item: Check, max: number) => Check} */
-const listOf = (item, max) => (value) => {
-  if (!Array.isArray(value) || value.length > max) return `a list of at most ${max}`;
+/** @type {(item: Check, max: number, min?: number) => Check} */
+const listOf = (item, max, min = 0) => (value) => {
+  if (!Array.isArray(value) || value.length > max || value.length < min) return `a list of ${min} to ${max}`;
   return value.map(item).find((fault) => fault !== "") ?? "";
 };
 
@@ -146,8 +152,13 @@ const LIMITS = {
   frame_bytes_max: must(size), panel_bytes_max: must(size), result_bytes_max: must(size),
   leases_max: must(integer(1, 64)), ping_s: must(seconds), silence_s_max: must(seconds),
 };
+const position = integer(0, DIMENSION_MAX);
+const TERM = {
+  k: must(dimension), a: must(id), b: must(id), a_row: may(position, 0), a_column: may(position, 0),
+  b_row: may(position, 0), b_column: may(position, 0),
+};
 /** Objects inside messages, so that their defaults are filled in too. @type {Record<string, Record<string, Field>>} */
-const NESTED = { profile: PROFILE, limits: LIMITS };
+const NESTED = { profile: PROFILE, limits: LIMITS, terms: TERM };
 
 /** Fields in the order of messages.py. @type {Record<Message["type"], Record<string, Field>>} */
 const SCHEMAS = {
@@ -160,15 +171,16 @@ const SCHEMAS = {
     device: must(id), name: must(text(64)), limits: must(object(LIMITS)), secret: may(orNull(text(128, 16)), null),
   },
   PANEL: {
-    panel: must(id), rows: must(dimension), k: must(dimension), offset: must(size), size: must(size),
-    dtype: may(oneOf("f32"), "f32"),
+    panel: must(id), rows: must(dimension), columns: must(dimension), offset: must(size), size: must(size),
+    dtype: may(oneOf("f32", "bf16", "f16", "i8"), "f32"),
   },
   DROP: { panels: must(listOf(id, 4096)) },
   NEED: { panel: must(id), lease: must(leaseId) },
   LEASE: {
     lease: must(leaseId), job: must(id), batch: must(dimension), m: must(dimension), n: must(dimension),
-    k: must(dimension), a: must(id), b: must(id), deadline_s: must(seconds), kind: may(oneOf("tile"), "tile"),
-    dtype: may(oneOf("f32"), "f32"), accuracy: may(oneOf("rowwise", "normwise"), "rowwise"),
+    terms: must(listOf(object(TERM), TERMS_MAX, 1)), deadline_s: must(seconds), a_by_k: may(boolean, false),
+    b_by_k: may(boolean, false), kind: may(oneOf("tile"), "tile"), dtype: may(oneOf("f32", "bf16", "f16"), "f32"),
+    accuracy: may(oneOf("rowwise", "normwise"), "rowwise"),
   },
   RESULT: { lease: must(leaseId), job: must(id), seconds: must(seconds), offset: must(size), size: must(size) },
   FAIL: {
@@ -212,7 +224,8 @@ function readFields(fields, value) {
     const expected = field.check(content);
     if (expected) throw new ProtocolError(`field ${name}: expected ${expected}`);
     const nested = NESTED[name];
-    read[name] = nested ? readFields(nested, content) : content;
+    read[name] = !nested ? content
+      : Array.isArray(content) ? content.map((item) => readFields(nested, item)) : readFields(nested, content);
   }
   return read;
 }
@@ -344,8 +357,29 @@ function checkPayload(message, payloadLen) {
     throw new ProtocolError(`${type}: bytes ${message.offset} + ${payloadLen} lie outside its size ${message.size}`);
   }
   if (type !== "PANEL") return;
-  const expected = message.rows * message.k * ELEMENT_BYTES[message.dtype];
+  const expected = panelBytes(message.rows, message.columns, message.dtype);
   if (message.size !== expected) throw new ProtocolError(`PANEL: size ${message.size}, expected ${expected}`);
+}
+
+/** Where an i8 panel's scales begin, in bytes. @param {number} rows @param {number} columns */
+export function scalesOffset(rows, columns) {
+  return Math.ceil((rows * columns) / 4) * 4;
+}
+
+/** Bytes of a panel: its elements, and for i8 a float32 scale for each SCALE_BLOCK of a row. @param {number} rows @param {number} columns @param {Dtype} dtype */
+export function panelBytes(rows, columns, dtype) {
+  if (dtype === "i8") return scalesOffset(rows, columns) + 4 * rows * Math.ceil(columns / SCALE_BLOCK);
+  return rows * columns * ELEMENT_BYTES[dtype];
+}
+
+/** Bytes of a lease's result. @param {Lease} lease */
+export function resultBytes({ batch, m, n, dtype = "f32" }) {
+  return batch * m * n * ELEMENT_BYTES[dtype];
+}
+
+/** The panels that a lease's terms name, each once, in order. @param {Lease} lease @returns {string[]} */
+export function panelsOf({ terms }) {
+  return [...new Set(terms.flatMap(({ a, b }) => [a, b]))];
 }
 
 /**

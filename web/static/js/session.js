@@ -12,7 +12,7 @@
  *
  * Left out: panels and which Worker does what (tiles.js), kernels (engines/), the page (volunteer.js).
  */
-import { ProtocolError } from "./protocol.js";
+import { ProtocolError, resultBytes } from "./protocol.js";
 import { Tiles } from "./tiles.js";
 import { Uploads } from "./uploads.js";
 
@@ -37,7 +37,8 @@ const HELLO_LEASES_MAX = 64;
  * @typedef {"connecting"|"greeting"|"ready"|"waiting"|"stopped"} State
  * @typedef {{ do: "connect" } | { do: "close" }
  *   | { do: "send", message: Message, payload?: Uint8Array<ArrayBuffer> }
- *   | { do: "panel", worker: number, panel: string, bytes: Uint8Array<ArrayBuffer>, handOver: boolean }
+ *   | { do: "panel", worker: number, panel: string, form: import("../../types/engine.js").PanelForm,
+ *     bytes: Uint8Array<ArrayBuffer>, handOver: boolean }
  *   | { do: "tile", worker: number, lease: Lease }
  *   | { do: "drop", panels: string[] }
  *   | { do: "revoke", worker: number, leases: number[] }
@@ -173,8 +174,8 @@ export class Session {
     const held = this.#tiles.answered(worker, number);
     this.#kernelFailures = 0;
     if (held) {
-      const { batch, m, n, k, job } = held.message;
-      this.#finished.push([now, 2 * batch * m * n * k]);
+      const { batch, m, n, terms, job } = held.message;
+      this.#finished.push([now, 2 * batch * m * n * terms.reduce((sum, { k }) => sum + k, 0)]);
       if (!held.revoked) this.#uploads.add(number, job, seconds, bytes);
     }
     this.#advance();
@@ -338,7 +339,7 @@ export class Session {
   /** @param {Required<Lease>} message */
   #lease(message) {
     if (this.#tiles.has(message.lease) || this.#uploads.has(message.lease)) return; // said twice
-    const bytes = 4 * message.batch * message.m * message.n;
+    const bytes = resultBytes(message);
     const limits = /** @type {import("./protocol.js").Limits} */ (this.#limits);
     const open = this.#tiles.open().length;
     if (open >= limits.leases_max) return this.#fail(message, "unsupported", `${open} leases, at most ${limits.leases_max}`);

@@ -6,6 +6,7 @@
  * the count of what each has to do is always right. session.js owns the connection and what happens to results.
  */
 import { PanelIndex } from "./panel_index.js";
+import { panelsOf, resultBytes } from "./protocol.js";
 
 /**
  * @typedef {import("./protocol.js").Lease} Lease
@@ -46,12 +47,12 @@ export class Tiles {
   /** A new lease; returns the panels that are neither here nor on their way. @param {Lease} message @returns {string[]} */
   add(message) {
     this.#leases.set(message.lease, { message, worker: -1, revoked: false, retried: false });
-    return [...new Set([message.a, message.b])].filter((id) => this.panels.ask(this.panels.retain(id)));
+    return panelsOf(message).filter((id) => this.panels.ask(this.panels.retain(id)));
   }
 
   /**
    * A chunk of a panel; true when leases that wait for it can move.
-   * @param {import("./protocol.js").Panel} message @param {Uint8Array} payload
+   * @param {Required<import("./protocol.js").Panel>} message @param {Uint8Array} payload
    */
   panel(message, payload) {
     /** @type {string[]} */
@@ -117,8 +118,8 @@ export class Tiles {
     /** @type {[string, number][]} */
     const needs = [];
     // Its own too: they may have been lost with a tile that had its second try, when nobody waited for them.
-    for (const id of new Set([...lost, held.message.a, held.message.b])) {
-      const waiting = [...this.#leases.values()].find(({ worker: at, message: { a, b } }) => at < 0 && (a === id || b === id));
+    for (const id of new Set([...lost, ...panelsOf(held.message)])) {
+      const waiting = [...this.#leases.values()].find(({ worker: at, message }) => at < 0 && panelsOf(message).includes(id));
       const entry = this.panels.get(id);
       if (waiting && entry && this.panels.ask(entry)) needs.push([id, waiting.message.lease]);
     }
@@ -129,25 +130,27 @@ export class Tiles {
   /** To the Worker with the least to do; among equals, to the one that lacks the fewest bytes. @param {Held} held */
   #assign(held) {
     const { message } = held;
-    const a = this.panels.get(message.a), b = this.panels.get(message.b);
-    if (a?.state === "refused" || b?.state === "refused") return this.#give(held, "memory", "no room for the panels");
-    if (a?.state !== "held" || b?.state !== "held") return;
-    const { batch, m, n, k } = message;
-    if (a.rows !== batch * m || b.rows !== batch * n || a.k !== k || b.k !== k) {
-      return this.#give(held, "panel", `panels ${a.rows} x ${a.k} and ${b.rows} x ${b.k} for ${batch} x ${m} x ${n} x ${k}`);
-    }
-    const missing = (/** @type {number} */ worker) => [a, b].reduce((sum, p) => sum + (p.workers.has(worker) ? 0 : p.size), 0);
+    const ids = panelsOf(message);
+    const panels = ids.map((id) => this.panels.get(id));
+    if (panels.some((panel) => panel?.state === "refused")) return this.#give(held, "memory", "no room for the panels");
+    /** @type {import("./panel_index.js").Entry[]} */
+    const here = [];
+    for (const panel of panels) if (panel?.state === "held") here.push(panel);
+    if (here.length < ids.length) return;
+    const wrong = mismatch(message, new Map(here.map((panel) => [panel.id, panel])));
+    if (wrong) return this.#give(held, "panel", wrong);
+    const missing = (/** @type {number} */ worker) => here.reduce((sum, p) => sum + (p.workers.has(worker) ? 0 : p.size), 0);
     // What runs and one that is next, so that a Worker never waits for the net.
     const free = this.#busy.map((_, worker) => worker).filter((worker) => this.#busy[worker] <= this.depth)
-      .filter((worker) => this.panels.reaches(a, worker) && this.panels.reaches(b, worker))
+      .filter((worker) => here.every((panel) => this.panels.reaches(panel, worker)))
       .sort((x, y) => this.#busy[x] - this.#busy[y] || missing(x) - missing(y));
     if (!free.length) return;
     const worker = held.worker = free[0];
     this.#busy[worker] += 1;
     this.#reserve();
-    for (const panel of new Set([message.a, message.b])) {
+    for (const { id: panel, rows, columns, dtype } of here) {
       const placed = this.panels.place(panel, worker);
-      if (placed) this.#out.emit({ do: "panel", worker, panel, ...placed });
+      if (placed) this.#out.emit({ do: "panel", worker, panel, form: { rows, columns, dtype }, ...placed });
     }
     this.#out.emit({ do: "tile", worker, lease: message });
   }
@@ -155,7 +158,7 @@ export class Tiles {
   /** Keeps room for the largest products that a Worker may be computing. */
   #reserve() {
     const running = [...this.#leases.values()].filter((held) => held.worker >= 0);
-    this.panels.reserveBytes = this.depth * Math.max(0, ...running.map(({ message: { batch, m, n } }) => 4 * batch * m * n));
+    this.panels.reserveBytes = this.depth * Math.max(0, ...running.map(({ message }) => resultBytes({ ...message, dtype: "f32" })));
     /** @type {string[]} */
     const evicted = [];
     this.panels.makeRoom(0, evicted);
@@ -169,13 +172,31 @@ export class Tiles {
   }
 
   /** @param {Lease} message */
-  #release({ lease, a, b }) {
-    this.#leases.delete(lease);
-    this.#drop([...new Set([a, b])].filter((id) => this.panels.release(id)));
+  #release(message) {
+    this.#leases.delete(message.lease);
+    this.#drop(panelsOf(message).filter((id) => this.panels.release(id)));
   }
 
   /** @param {string[]} panels */
   #drop(panels) {
     if (panels.length) this.#out.emit({ do: "drop", panels });
   }
+}
+
+/**
+ * Why these panels cannot be the lease's operands, or "".
+ * @param {Lease} lease @param {Map<string, import("./panel_index.js").Entry>} panels
+ */
+function mismatch({ batch, m, n, terms, a_by_k: aByK, b_by_k: bByK }, panels) {
+  for (const { k, a, b, a_row: aRow = 0, a_column: aColumn = 0, b_row: bRow = 0, b_column: bColumn = 0 } of terms) {
+    for (const [id, byK, lines, row, column] of /** @type {const} */ ([[a, aByK, m, aRow, aColumn], [b, bByK, n, bRow, bColumn]])) {
+      const panel = /** @type {import("./panel_index.js").Entry} */ (panels.get(id));
+      const [height, width] = byK ? [k, lines] : [lines, k];
+      const rows = row + batch * height, columns = column + width;
+      if (rows > panel.rows || columns > panel.columns) {
+        return `panel ${id} is ${panel.rows} x ${panel.columns}, the lease reaches to ${rows} x ${columns}`;
+      }
+    }
+  }
+  return "";
 }

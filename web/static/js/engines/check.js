@@ -70,6 +70,12 @@ function rowFault({ m, n, k, a, bt }, c, accuracy = "rowwise") {
   return "";
 }
 
+/** A tile of two whole panels. @param {number} m @param {number} n @param {number} k @param {string} a @param {string} b @param {Accuracy} accuracy @returns {import("../../../types/engine.js").TileWork} */
+export function tileOf(m, n, k, a, b, accuracy) {
+  const terms = [{ k, a, b, aRow: 0, aColumn: 0, bRow: 0, bColumn: 0 }];
+  return { batch: 1, m, n, aByK: false, bByK: false, terms, dtype: "f32", accuracy };
+}
+
 /**
  * One product as a tile would have it, operands up and product down included.
  * @param {Engine} engine @param {Sample} sample @param {string} name @param {Accuracy} [accuracy]
@@ -77,10 +83,10 @@ function rowFault({ m, n, k, a, bt }, c, accuracy = "rowwise") {
  */
 async function product(engine, { m, n, k, a, bt }, name, accuracy = "rowwise") {
   const panels = [`check.a.${name}`, `check.b.${name}`];
-  engine.put(panels[0], new Uint8Array(a.buffer));
-  engine.put(panels[1], new Uint8Array(bt.buffer));
+  engine.put(panels[0], new Uint8Array(a.buffer), { rows: m, columns: k, dtype: "f32" });
+  engine.put(panels[1], new Uint8Array(bt.buffer), { rows: n, columns: k, dtype: "f32" });
   try {
-    const { bytes } = await engine.compute({ batch: 1, m, n, k, a: panels[0], b: panels[1], accuracy });
+    const { bytes } = await engine.compute(tileOf(m, n, k, panels[0], panels[1], accuracy));
     return new Float32Array(bytes.buffer, bytes.byteOffset, m * n);
   } finally {
     engine.drop(panels);

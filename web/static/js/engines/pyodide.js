@@ -6,6 +6,7 @@
  * wheel with both builds of the kernel (kernels_wasm/pyodide). Panels are Python bytearrays and the kernel works on them
  * where they are. It needs no more of the content security policy than any WebAssembly. Left out: NumPy, threads.
  */
+import { i8Parts, place, rounded, widenI8 } from "./elements.js";
 import { refuseEmpty } from "./errors.js";
 import { PanelStore } from "./panel_store.js";
 import { PyodideHeap } from "./pyodide_heap.js";
@@ -14,7 +15,9 @@ import { PyodideHeap } from "./pyodide_heap.js";
  * @typedef {import("../../../types/engine.js").Engine} Engine
  * @typedef {import("../../../types/engine.js").Operand} Operand
  * @typedef {import("../../../types/engine.js").Problem} Problem
+ * @typedef {import("../../../types/engine.js").PanelForm} PanelForm
  * @typedef {import("../../../types/engine.js").TileWork} TileWork
+ * @typedef {{ place: Place, form: PanelForm }} Panel
  * @typedef {import("./pyodide_heap.js").Place} Place
  * @typedef {import("./pyodide_heap.js").Bytes} Bytes
  * @typedef {import("./pyodide_heap.js").Proxy} Proxy
@@ -25,7 +28,8 @@ import { PyodideHeap } from "./pyodide_heap.js";
  * @typedef {Proxy & {
  *   name: string, note: string,
  *   fast_scratch_bytes: (m: number, n: number, k: number) => number,
- *   tile: (batch: number, m: number, n: number, k: number, a: Bytes, b: Bytes, c: Bytes, scratch?: Bytes) => void,
+ *   tile: (batch: number, m: number, n: number, k: number, a: Lines, aEntry: number, b: Lines, bEntry: number, c: Bytes,
+ *     accumulate: boolean, scratch?: Bytes) => void,
  *   multiply: (m: number, n: number, k: number, a: Lines, b: Lines, c: Bytes, cRow: number, accumulate: boolean,
  *     bias?: Bytes) => void,
  * }} Kernel
@@ -43,6 +47,7 @@ import { PyodideHeap } from "./pyodide_heap.js";
 const WHEEL = "tileweave-kernel";
 const ELEMENT_BYTES = 4;
 const TYPES = { f32: 0, bf16: 1, f16: 2, i8: 3 };
+const SIZES = { f32: 4, bf16: 2, f16: 2, i8: 1 };
 
 /** @implements {Engine} */
 class PyodideEngine {
@@ -50,7 +55,7 @@ class PyodideEngine {
   #python;
   #kernel;
   #heap;
-  /** @type {PanelStore<Place>} */
+  /** @type {PanelStore<Panel>} */
   #panels;
 
   /** @param {Package} python @param {Kernel} kernel @param {PyodideHeap} heap */
@@ -60,16 +65,19 @@ class PyodideEngine {
     this.#heap = heap;
     this.kernel = kernel.name;
     this.note = kernel.note;
-    this.#panels = new PanelStore((place) => heap.free(place));
+    this.#panels = new PanelStore((panel) => heap.free(panel.place));
   }
 
   get memory() {
     return { bytes: this.#heap.bytes, used: this.#heap.usedBytes };
   }
 
-  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes */
-  put(id, bytes) {
-    this.#panels.put(id, () => this.#heap.load(bytes));
+  /** int8 is kept as float32: its kernel would gain little here. @param {string} id @param {Uint8Array<ArrayBuffer>} bytes @param {PanelForm} form */
+  put(id, bytes, form) {
+    if (form.dtype !== "i8") return this.#panels.put(id, () => ({ place: this.#heap.load(bytes), form }));
+    const { elements, scales } = i8Parts(bytes, form);
+    const wide = new Uint8Array(widenI8(elements, scales, form.columns, 0, form.rows).buffer);
+    this.#panels.put(id, () => ({ place: this.#heap.load(wide), form: { ...form, dtype: "f32" } }));
   }
 
   /** @param {string[]} ids */
@@ -82,18 +90,30 @@ class PyodideEngine {
   }
 
   /** @param {TileWork} work */
-  async compute({ batch, m, n, k, a, b, accuracy }) {
-    refuseEmpty({ batch, m, n, k });
-    const placeA = this.#panels.get(a), placeB = this.#panels.get(b);
-    const scratchBytes = accuracy === "normwise" ? this.#kernel.fast_scratch_bytes(m, n, k) : 0;
+  async compute(work) {
+    const { batch, m, n, aByK, bByK, terms, dtype, accuracy } = work;
+    terms.forEach(({ k }) => refuseEmpty({ batch, m, n, k }));
+    const panels = terms.map(({ a, b }) => [this.#panels.get(a), this.#panels.get(b)]);
+    const plainly = terms.length === 1 && !aByK && !bByK && panels[0].every(({ form }) => form.dtype === "f32");
+    const scratchBytes = accuracy === "normwise" && plainly ? this.#kernel.fast_scratch_bytes(m, n, terms[0].k) : 0;
     const mine = [this.#heap.alloc(ELEMENT_BYTES * batch * m * n)];
+    /** @type {Lines[]} */
+    const lines = [];
     try {
       if (scratchBytes) mine.push(this.#heap.alloc(scratchBytes));
       const start = performance.now();
-      this.#kernel.tile(batch, m, n, k, placeA.bytes, placeB.bytes, mine[0].bytes, mine[1]?.bytes);
-      const seconds = (performance.now() - start) / 1000;
-      return { bytes: this.#heap.read(mine[0]), seconds };
+      for (const [index, term] of terms.entries()) {
+        const [a, b] = panels[index].map(({ place: at, form }, number) => {
+          const { base, across, along, entry } = place(work, term, number ? "b" : "a", form), size = SIZES[form.dtype];
+          lines.push(this.#python.Operand(at.bytes, size * base, across, along, TYPES[form.dtype]));
+          return { lines: lines[lines.length - 1], entry: size * entry };
+        });
+        this.#kernel.tile(batch, m, n, term.k, a.lines, a.entry, b.lines, b.entry, mine[0].bytes, index > 0, mine[1]?.bytes);
+      }
+      const floats = new Float32Array(this.#heap.read(mine[0]).buffer);
+      return { bytes: rounded(floats, dtype), seconds: (performance.now() - start) / 1000 };
     } finally {
+      lines.forEach((proxy) => proxy.destroy());
       mine.forEach((place) => this.#heap.free(place));
     }
   }
@@ -122,7 +142,7 @@ class PyodideEngine {
       const scratchBytes = fast ? this.#kernel.fast_scratch_bytes(m, n, k) : 0;
       if (scratchBytes) {
         mine.push(this.#heap.alloc(scratchBytes));
-        this.#kernel.tile(1, m, n, k, placeA.bytes, placeB.bytes, placeC.bytes, mine[mine.length - 1].bytes);
+        this.#kernel.tile(1, m, n, k, operand(a, placeA), 0, operand(b, placeB), 0, placeC.bytes, false, mine[mine.length - 1].bytes);
       } else {
         const added = bias && floats(bias).bytes;
         this.#kernel.multiply(m, n, k, operand(a, placeA), operand(b, placeB), placeC.bytes, cRow, c !== undefined, added);

@@ -6,6 +6,7 @@
  * used by every tile that names it. A tile's product lives there only while it is computed; what leaves is a fresh buffer
  * that can be handed over without a copy. When the heap is full the tile fails and the engine goes on with what it has.
  */
+import { i8Parts, place, rounded, SCALE_BLOCK, widenI8 } from "./elements.js";
 import { refuseEmpty } from "./errors.js";
 import { PanelStore } from "./panel_store.js";
 import { WasmHeap } from "./wasm_heap.js";
@@ -15,7 +16,10 @@ import { WasmHeap } from "./wasm_heap.js";
  * @typedef {import("../../../types/engine.js").EngineOptions} EngineOptions
  * @typedef {import("../../../types/engine.js").Operand} Operand
  * @typedef {import("../../../types/engine.js").Problem} Problem
+ * @typedef {import("../../../types/engine.js").PanelForm} PanelForm
  * @typedef {import("../../../types/engine.js").TileWork} TileWork
+ * @typedef {import("./elements.js").Place} Place
+ * @typedef {{ at: number, form: PanelForm }} Panel where it lies in the heap
  * @typedef {"relaxed"|"strict"|"scalar"} Build
  */
 
@@ -35,6 +39,7 @@ import { WasmHeap } from "./wasm_heap.js";
 
 const ELEMENT_BYTES = 4;
 const TYPES = { f32: 0, bf16: 1, f16: 2, i8: 3 };
+const SIZES = { f32: 4, bf16: 2, f16: 2, i8: 1 };
 
 /** @implements {Engine} */
 class WasmEngine {
@@ -43,7 +48,7 @@ class WasmEngine {
   #exports;
   #heap;
   #scratch;
-  /** @type {PanelStore<number>} */
+  /** @type {PanelStore<Panel>} */
   #panels;
 
   /** @param {WebAssembly.Module} module @param {Build} build @param {number} bytesMax limit of the whole memory */
@@ -52,16 +57,16 @@ class WasmEngine {
     this.#exports = /** @type {Exports} */ (/** @type {unknown} */ (new WebAssembly.Instance(module).exports));
     this.#heap = new WasmHeap(this.#exports.memory, this.#exports.__heap_base.value, bytesMax);
     this.#scratch = this.#heap.alloc(this.#exports.gemm_scratch_bytes());
-    this.#panels = new PanelStore((at) => this.#heap.free(at));
+    this.#panels = new PanelStore(({ at }) => this.#heap.free(at));
   }
 
   get memory() {
     return { bytes: this.#heap.bytes, used: this.#heap.usedBytes };
   }
 
-  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes */
-  put(id, bytes) {
-    this.#panels.put(id, () => this.#load(bytes));
+  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes @param {PanelForm} form */
+  put(id, bytes, form) {
+    this.#panels.put(id, () => ({ at: this.#load(bytes), form }));
   }
 
   /** @param {string[]} ids */
@@ -74,26 +79,71 @@ class WasmEngine {
   }
 
   /** @param {TileWork} work */
-  async compute({ batch, m, n, k, a, b, accuracy }) {
-    refuseEmpty({ batch, m, n, k });
-    const atA = this.#panels.get(a), atB = this.#panels.get(b);
-    const size = ELEMENT_BYTES * batch * m * n;
-    const scratchBytes = accuracy === "normwise" ? (this.#exports.gemm_fast_scratch_bytes?.(m, n, k) ?? 0) : 0;
-    const mine = [this.#heap.alloc(size)];
+  async compute(work) {
+    const { batch, m, n, terms, accuracy, dtype } = work;
+    terms.forEach(({ k }) => refuseEmpty({ batch, m, n, k }));
+    const count = batch * m * n;
+    const panels = terms.map(({ a, b }) => /** @type {const} */ ([this.#panels.get(a), this.#panels.get(b)]));
+    const scratchBytes = this.#fastScratch(work, panels[0]);
+    /** @type {number[]} */
+    const mine = [];
+    const take = (/** @type {number} */ bytes) => {
+      mine.push(this.#heap.alloc(bytes));
+      return mine[mine.length - 1];
+    };
     try {
-      const atC = mine[0];
-      if (scratchBytes) mine.push(this.#heap.alloc(scratchBytes));
+      const atC = take(ELEMENT_BYTES * count), fastScratch = scratchBytes ? take(scratchBytes) : 0;
       const start = performance.now();
-      for (let i = 0; i < batch; i += 1) {
-        const [x, y, z] = [atA + 4 * i * m * k, atB + 4 * i * n * k, atC + 4 * i * m * n];
-        if (scratchBytes) this.#exports.gemm_fast?.(m, n, k, x, k, y, k, z, n, mine[1]);
-        else this.#exports.gemm(m, n, k, x, k, 1, 0, 0, y, k, 1, 0, 0, z, n, 0, 0, this.#scratch);
+      for (const [index, term] of terms.entries()) {
+        const { k } = term, [panelA, panelB] = panels[index];
+        const a = this.#operand(panelA, place(work, term, "a", panelA.form), work.aByK, k, batch * (work.aByK ? k : m), take);
+        const b = this.#operand(panelB, place(work, term, "b", panelB.form), work.bByK, k, batch * (work.bByK ? k : n), take);
+        for (let i = 0; i < batch; i += 1) {
+          const x = a.at(i), y = b.at(i), z = atC + ELEMENT_BYTES * i * m * n;
+          if (fastScratch) this.#exports.gemm_fast?.(m, n, k, x.at, a.across, y.at, b.across, z, n, fastScratch);
+          else {
+            this.#exports.gemm(m, n, k, x.at, a.across, a.along, a.type, x.scales, y.at, b.across, b.along, b.type, y.scales,
+              z, n, index ? 1 : 0, 0, this.#scratch);
+          }
+        }
+        while (mine.length > (fastScratch ? 2 : 1)) this.#heap.free(/** @type {number} */ (mine.pop()));
       }
-      const seconds = (performance.now() - start) / 1000;
-      return { bytes: new Uint8Array(this.#heap.memory.buffer.slice(atC, atC + size)), seconds };
+      const bytes = rounded(this.#heap.floats(atC, count), dtype);
+      return { bytes, seconds: (performance.now() - start) / 1000 };
     } finally {
       mine.forEach((at) => this.#heap.free(at));
     }
+  }
+
+  /** Scratch of the fast kernel; 0 where it is not wanted, cannot read the operands or is no faster. @param {TileWork} work @param {readonly [Panel, Panel]} panels */
+  #fastScratch({ m, n, aByK, bByK, terms, accuracy }, panels) {
+    const plainly = terms.length === 1 && !aByK && !bByK && panels.every(({ form }) => form.dtype === "f32");
+    return accuracy === "normwise" && plainly ? (this.#exports.gemm_fast_scratch_bytes?.(m, n, terms[0].k) ?? 0) : 0;
+  }
+
+  /**
+   * An operand as the kernel reads it. The kernel's scales are for blocks along k of whole lines; an i8 operand that lies
+   * otherwise is widened first, for this tile.
+   * @param {Panel} panel @param {Place} place @param {boolean} byK @param {number} k @param {number} rows of the panel
+   * @param {(bytes: number) => number} take
+   */
+  #operand({ at, form: { rows: all, columns, dtype } }, { base, across, along, entry, row, column }, byK, k, rows, take) {
+    const type = TYPES[dtype], size = SIZES[dtype];
+    if (dtype !== "i8") {
+      return { across, along, type, at: (/** @type {number} */ i) => ({ at: at + size * (base + i * entry), scales: 0 }) };
+    }
+    const blocks = Math.ceil(columns / SCALE_BLOCK), scales = at + Math.ceil((all * columns) / 4) * 4;
+    if (!byK && column === 0 && Math.ceil(k / SCALE_BLOCK) === blocks) {
+      const lines = entry / columns;
+      const first = (/** @type {number} */ i) => scales + ELEMENT_BYTES * (row + i * lines) * blocks;
+      return { across, along, type, at: (/** @type {number} */ i) => ({ at: at + base + i * entry, scales: first(i) }) };
+    }
+    const wideAt = take(ELEMENT_BYTES * rows * columns); // before views of the memory are made: it may grow
+    const bytes = new Uint8Array(this.#heap.memory.buffer, at, scales - at + ELEMENT_BYTES * all * blocks);
+    const parts = i8Parts(bytes, { rows: all, columns, dtype });
+    this.#heap.floats(wideAt, rows * columns).set(widenI8(parts.elements, parts.scales, columns, row, rows));
+    const from = wideAt + ELEMENT_BYTES * (base - row * columns);
+    return { across, along, type: TYPES.f32, at: (/** @type {number} */ i) => ({ at: from + ELEMENT_BYTES * i * entry, scales: 0 }) };
   }
 
   /** @param {Problem} problem */

@@ -6,6 +6,7 @@
  * way fails as if memory had been short (its panels are lost and have to come again); when no GPU comes, it and every tile
  * after it fail with EngineGone.
  */
+import { place, rounded } from "./elements.js";
 import { EngineGone, OutOfMemory, refuseEmpty } from "./errors.js";
 import { openDevice } from "./webgpu_device.js";
 import { FAMILY } from "./webgpu_family.js";
@@ -19,6 +20,7 @@ import { fromText, toText, tune } from "./webgpu_tuner.js";
  * @typedef {import("../../../types/engine.js").EngineOptions} EngineOptions
  * @typedef {import("../../../types/engine.js").Operand} Operand
  * @typedef {import("../../../types/engine.js").Problem} Problem
+ * @typedef {import("../../../types/engine.js").PanelForm} PanelForm
  * @typedef {import("../../../types/engine.js").TileWork} TileWork
  * @typedef {import("./webgpu_memory.js").Block} Block
  * @typedef {import("./webgpu_family.js").Member} Member
@@ -65,9 +67,9 @@ class WebGpuEngine {
     return { bytes: this.#gpu?.memory.bytes ?? 0, used: this.#gpu?.memory.usedBytes ?? 0 };
   }
 
-  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes */
-  put(id, bytes) {
-    this.#panels.put(id, bytes);
+  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes @param {PanelForm} form */
+  put(id, bytes, form) {
+    this.#panels.put(id, bytes, form);
   }
 
   /** @param {string[]} ids */
@@ -79,17 +81,30 @@ class WebGpuEngine {
     return this.#panels.takeLost();
   }
 
-  /** @param {TileWork} work */
-  async compute({ batch, m, n, k, a, b }) {
-    refuseEmpty({ batch, m, n, k });
+  /** Terms go one after the other, each added to the sum of those before. @param {TileWork} work */
+  async compute(work) {
+    const { batch, m, n, terms, dtype } = work;
+    terms.forEach(({ k }) => refuseEmpty({ batch, m, n, k }));
     return this.#inTurn(async ({ gpu, choice }) => {
+      /** @type {ReturnType<GpuPanels["hold"]>[]} */
       const held = [];
       try {
-        for (const id of [a, b]) held.push(this.#panels.hold(id));
-        const [sideA, sideB] = held.map(({ raw, packed }) =>
-          ({ raw, packed, dtype: /** @type {const} */ ("f32"), across: k, along: 1, scales: null }));
-        const shape = { batch, m, n, k, row: n, count: batch * m * n, c: null, bias: null };
-        return await product(gpu, choice.member, { ...shape, a: sideA, b: sideB });
+        for (const { a, b } of terms) held.push(this.#panels.hold(a), this.#panels.hold(b));
+        /** @type {Float32Array<ArrayBuffer>|null} */
+        let c = null;
+        let seconds = 0;
+        for (const [index, term] of terms.entries()) {
+          const side = (/** @type {"a"|"b"} */ name) => {
+            const { raw, packed, form } = held[2 * index + (name === "b" ? 1 : 0)];
+            return { raw, packed, dtype: form.dtype, scales: null, ...place(work, term, name, form) };
+          };
+          const shape = { batch, m, n, k: term.k, row: n, count: batch * m * n, c, bias: null };
+          const done = await product(gpu, choice.member, { ...shape, a: side("a"), b: side("b") });
+          c = new Float32Array(done.bytes.buffer);
+          seconds += done.seconds;
+        }
+        const sum = /** @type {Float32Array<ArrayBuffer>} */ (c);
+        return { bytes: dtype === "f32" ? new Uint8Array(sum.buffer) : rounded(sum, dtype), seconds };
       } finally {
         held.forEach((panel) => this.#panels.release(panel));
       }
@@ -109,7 +124,7 @@ class WebGpuEngine {
         return taken[taken.length - 1];
       };
       const side = (/** @type {Operand} */ { bytes: data, dtype, across, along, scales }) => ({
-        raw: take(data), dtype, across, along, packed: null, scales: scales ? take(bytesOf(scales)) : null,
+        raw: take(data), dtype, across, along, base: 0, entry: 0, packed: null, scales: scales ? take(bytesOf(scales)) : null,
       });
       try {
         const out = { row: cRow, count: c?.length ?? (m - 1) * cRow + n, c: c ?? null, bias: bias ?? null };

@@ -70,7 +70,7 @@ async function multiply(gpu, member, [m, n, k], a, b) {
     return taken[taken.length - 1];
   };
   const side = (/** @type {Made} */ { bytes, scales }) => ({
-    raw: take(bytes), dtype: member.form, across: k, along: 1,
+    raw: take(bytes), dtype: member.form, across: k, along: 1, base: 0, entry: 0,
     scales: scales && take(new Uint8Array(scales.buffer)), packed: null,
   });
   try {

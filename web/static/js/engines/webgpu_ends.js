@@ -22,10 +22,10 @@ const FLAT = `let thread = work.base + (group.y * ${ROW_GROUPS}u + group.x) * ${
 const MAIN = `@compute @workgroup_size(${THREADS})
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) at: u32) {`;
 
-/** Uniforms of pack: all in elements. webgpu_product.js fills them in this order. */
+/** Uniforms of pack: all in elements; entry z of a batch begins at origin + z * entry. webgpu_product.js fills them in this order. */
 const PACK_WORK = `struct Work {
   base: u32, count: u32, lines: u32, quads: u32, k: u32, kPacked: u32, across: u32, along: u32, blocks: u32,
-  quadsStrip: u32, quadsZ: u32, first: u32,
+  quadsStrip: u32, quadsZ: u32, origin: u32, entry: u32,
 }
 @group(0) @binding(0) var<uniform> work: Work;
 @group(0) @binding(1) var<storage, read> words: array<u32>;
@@ -53,7 +53,7 @@ const BYTE = "fn byte(at: u32) -> i32 { return extractBits(bitcast<i32>(words[at
  */
 export function packSource(dtype, form) {
   const type = { f32: "vec4f", f16: "vec4h", i8: "vec4u" }[form];
-  const scaled = dtype === "i8" ? " * scales[line * work.blocks + l / 128u]" : "";
+  const scaled = dtype === "i8" ? " * scales[row * work.blocks + l / 128u]" : "";
   const lane = (/** @type {number} */ i) =>
     form === "i8" ? `four(z, line + ${i}u, l)` : `${form === "f16" ? "f16" : "f32"}(element(z, line + ${i}u, l))`;
   return `${form === "f16" ? "enable f16;\n" : ""}${PACK_WORK}
@@ -62,15 +62,14 @@ ${dtype === "i8" ? BYTE : ""}
 fn expand(at: u32) -> f32 { ${EXPAND[dtype]} }
 fn element(z: u32, row: u32, l: u32) -> f32 {
   if (row >= work.lines || l >= work.k) { return 0.0; }
-  let line = work.first + z * work.lines + row;
-  return expand(line * work.across + l * work.along)${scaled};
+  return expand(work.origin + z * work.entry + row * work.across + l * work.along)${scaled};
 }
 ${form === "i8" ? `fn four(z: u32, row: u32, group: u32) -> u32 {
   var word = 0u;
   for (var i = 0u; i < 4u; i += 1u) {
     let l = group * 4u + i;
     if (row < work.lines && l < work.k) {
-      word |= (bitcast<u32>(byte((work.first + z * work.lines + row) * work.across + l * work.along)) & 255u) << (i * 8u);
+      word |= (bitcast<u32>(byte(work.origin + z * work.entry + row * work.across + l * work.along)) & 255u) << (i * 8u);
     }
   }
   return word;

@@ -1,10 +1,11 @@
 /**
  * Panels on the GPU: each as it came, and beside it the packed copies that tiles have read.
  *
- * A panel's shape is known only from the tile that names it, so it is packed when the first tile does; the copy stays for
+ * How a panel is read is known only from the tile that names it, so it is packed when the first tile does; the copy stays for
  * the next ones while there is room, and goes first when there is none. A buffer can be refused after put() returned: the
  * panel is then lost. What a running tile reads is held until it is done, whatever is dropped meanwhile.
  */
+import { i8Parts, widenI8 } from "./elements.js";
 import { OutOfMemory } from "./errors.js";
 import { LostPanels } from "./lost_panels.js";
 
@@ -12,7 +13,8 @@ import { LostPanels } from "./lost_panels.js";
  * @typedef {import("./webgpu_memory.js").GpuMemory} GpuMemory
  * @typedef {import("./webgpu_memory.js").Block} Block
  * @typedef {{ block: Block, done: boolean, by: object|null }} Packed done: what fills it is in the queue, put there `by`
- * @typedef {{ memory: GpuMemory, raw: Block, packed: Map<string, Packed>, holds: number, dropped: boolean }} Panel
+ * @typedef {import("../../../types/engine.js").PanelForm} PanelForm
+ * @typedef {{ memory: GpuMemory, raw: Block, form: PanelForm, packed: Map<string, Packed>, holds: number, dropped: boolean }} Panel
  */
 
 export class GpuPanels {
@@ -29,15 +31,16 @@ export class GpuPanels {
     memory.spare = () => this.#spare();
   }
 
-  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes */
-  put(id, bytes) {
+  /** @param {string} id @param {Uint8Array<ArrayBuffer>} bytes @param {PanelForm} form */
+  put(id, bytes, form) {
     if (this.#panels.has(id)) return;
     this.#lost.delete(id);
     const memory = this.#memory;
     if (!memory) return this.#lost.add(id);
     try {
-      const raw = memory.take("storage", bytes.length, bytes);
-      const panel = { memory, raw, packed: new Map(), holds: 0, dropped: false };
+      const data = upload(bytes, form), dtype = form.dtype === "i8" ? "f32" : form.dtype;
+      const raw = memory.take("storage", data.length, data);
+      const panel = { memory, raw, form: { ...form, dtype }, packed: new Map(), holds: 0, dropped: false };
       this.#panels.set(id, panel);
       raw.ready?.catch(() => {
         if (this.#panels.get(id) !== panel) return;
@@ -108,4 +111,19 @@ export class GpuPanels {
     }
     return false;
   }
+}
+
+/**
+ * What goes up: whole words; i8 as float32, whose scales along other axes than k no kernel here reads.
+ * @param {Uint8Array<ArrayBuffer>} bytes @param {PanelForm} form
+ */
+function upload(bytes, form) {
+  if (form.dtype === "i8") {
+    const { elements, scales } = i8Parts(bytes, form);
+    return new Uint8Array(widenI8(elements, scales, form.columns, 0, form.rows).buffer);
+  }
+  if (bytes.length % 4 === 0) return bytes;
+  const padded = new Uint8Array(bytes.length + 2);
+  padded.set(bytes);
+  return padded;
 }

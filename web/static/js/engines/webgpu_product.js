@@ -18,6 +18,7 @@ import { PIECE_SECONDS } from "./webgpu_session.js";
  * @typedef {import("../../../types/engine.js").Dtype} Dtype
  * @typedef {object} Side one operand
  * @property {Block} raw @property {Dtype} dtype @property {number} across @property {number} along in elements
+ * @property {number} base its first element @property {number} entry elements from one of a batch to the next
  * @property {Block|null} scales i8 only
  * @property {Map<string, Packed>|null} packed copies that outlive this product
  * @typedef {object} Work
@@ -162,7 +163,7 @@ function sizes(member, { batch, m, n, k, first }) {
     const count = Math.ceil(lines / width);
     const elements = batch * count * width * kPacked;
     const bytes = { f32: 4 * elements, f16: 2 * elements, i8: (4 * elements * 33) / 32 }[form];
-    return { lines, batch, first: first * lines, k, kPacked, width, count, bytes: Math.max(bytes, 16) };
+    return { lines, batch, first, k, kPacked, width, count, bytes: Math.max(bytes, 16) };
   };
   const a = side(m, strip.a), b = side(n, strip.b);
   const [mPadded, nPadded] = [a.count * a.width, b.count * b.width];
@@ -223,13 +224,14 @@ function flat(count, words) {
  */
 async function pack(gpu, lent, steps, { form }, side, size) {
   const { batch, lines, first, k, kPacked, width, count, bytes } = size;
-  const copy = copyOf(lent, side, `${form} ${batch} ${lines} ${k} ${width}`, bytes);
+  const copy = copyOf(lent, side, `${form} ${batch} ${lines} ${k} ${width} ${side.base} ${side.across}`, bytes);
   lent.wait(side.raw);
   if (copy.done) return copy.block;
   const quads = (batch * count * width) / 4;
   const blocks = Math.ceil(k / 128);
   const scales = side.scales ?? gpu.nothing;
-  const words = [lines, quads, k, kPacked, side.across, side.along, blocks, width / 4, (count * width) / 4, first];
+  const { across, along, entry } = side, origin = side.base + first * entry;
+  const words = [lines, quads, k, kPacked, across, along, blocks, width / 4, (count * width) / 4, origin, entry];
   const threads = Math.ceil(kPacked / 8) * Math.ceil(quads / 8) * 64;
   const dispatches = [{ name: `pack ${side.dtype} ${form}`, source: () => packSource(side.dtype, form), threads }];
   if (form === "i8") dispatches.push({ name: "pack scales", source: () => PACK_SCALES, threads: 4 * quads * blocks });

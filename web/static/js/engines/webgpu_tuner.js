@@ -74,7 +74,7 @@ async function speedOf(gpu, member) {
       const { bytes, scales } = operand(member.form, n, n, seed, 1);
       const raw = gpu.memory.take("storage", bytes.length, bytes);
       const scaleBytes = scales && new Uint8Array(scales.buffer);
-      return { raw, dtype: member.form, across: n, along: 1, packed: new Map(),
+      return { raw, dtype: member.form, across: n, along: 1, base: 0, entry: 0, packed: new Map(),
         scales: scaleBytes && gpu.memory.take("storage", scaleBytes.length, scaleBytes) };
     });
     const blocks = () => panels.flatMap(({ raw, scales, packed }) =>
