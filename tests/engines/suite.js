@@ -7,7 +7,7 @@
 import { alive } from "./suite_alive.js";
 import { flatMemory } from "./suite_flat.js";
 import { alike, empty, product, sameBits } from "./suite_products.js";
-import { closed, inFlight, missingPanel, noRoom, noRoomForProduct, tile } from "./suite_tiles.js";
+import { anyTile, closed, inFlight, missingPanel, noRoom, noRoomForProduct, tile } from "./suite_tiles.js";
 
 const ENGINES = new URL("/static/js/engines/", import.meta.url);
 const MODULES = {
@@ -47,6 +47,7 @@ const ORDERS = {
   empty: () => empty(engine),
   sameBits: (order) => sameBits(engine, order),
   tile: (order) => tile(engine, order),
+  anyTile: (order) => anyTile(engine, order),
   inFlight: (order) => inFlight(engine, errors, order),
   missingPanel: (order) => missingPanel(engine, errors, order),
   noRoom: (order) => noRoom(engine, errors, order),

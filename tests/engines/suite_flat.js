@@ -4,7 +4,7 @@
  * Every product is compared bit by bit with the first of its shape, and that with float64.
  */
 import { matrix } from "./suite_numbers.js";
-import { wrongTile } from "./suite_tiles.js";
+import { formOf, tileOf, wrongTile } from "./suite_tiles.js";
 
 const PLAIN = { dtype: "f32", layout: "along", gap: 0, offset: 0, scale: 1, uneven: false };
 const TILES_PER_B = 4; // a panel of B serves several tiles
@@ -39,10 +39,10 @@ export async function flatMemory(engine, { tiles, shapes }) {
   for (let done = 0; done < tiles; done += 1, number += 1) {
     const group = Math.floor(number / TILES_PER_B), shape = shapes[group % shapes.length], source = sourceOf(shape);
     const work = { ...shape, a: `a-${number}`, b: `b-${group}`, accuracy: "rowwise" };
-    engine.put(work.a, source.panels[0].slice());
-    if (number % TILES_PER_B === 0) engine.put(work.b, source.panels[1].slice());
+    engine.put(work.a, source.panels[0].slice(), formOf(source.panels[0], shape.k));
+    if (number % TILES_PER_B === 0) engine.put(work.b, source.panels[1].slice(), formOf(source.panels[1], shape.k));
     const drops = number % TILES_PER_B === TILES_PER_B - 1 ? [work.a, work.b] : [work.a];
-    flying.push({ source, drops, promise: engine.compute(work) });
+    flying.push({ source, drops, promise: engine.compute(tileOf(work)) });
     if (flying.length < engine.depth) continue;
     const wrong = await settle(engine, flying.shift());
     if (wrong) return `tile ${number}: ${wrong}`;

@@ -2,6 +2,7 @@
  * Engine.multiply against float64: any shape, layout and type, with and without an old C and a bias, and what it leaves
  * alone: its operands and the gaps of C.
  */
+import { tileOf } from "./suite_tiles.js";
 import { largest, wrongElement } from "./suite_exact.js";
 import { floats, matrix } from "./suite_numbers.js";
 
@@ -74,11 +75,11 @@ export async function empty(engine) {
   for (const size of ["m", "n", "k"]) {
     const sizes = { m: 1, n: 1, k: 1, [size]: 0 };
     const operand = () => ({ bytes: bytes(), dtype: "f32", across: 1, along: 1 });
-    engine.put("empty", bytes());
+    engine.put("empty", bytes(), { rows: 1, columns: 1, dtype: "f32" });
     const asked = [
       () => engine.multiply({ ...sizes, a: operand(), b: operand(), cRow: 1, accuracy: "rowwise" }),
-      () => engine.compute({ ...sizes, batch: 1, a: "empty", b: "empty", accuracy: "rowwise" }),
-      () => engine.compute({ m: 1, n: 1, k: 1, batch: 0, a: "empty", b: "empty", accuracy: "rowwise" }),
+      () => engine.compute(tileOf({ ...sizes, batch: 1, a: "empty", b: "empty", accuracy: "rowwise" })),
+      () => engine.compute(tileOf({ m: 1, n: 1, k: 1, batch: 0, a: "empty", b: "empty", accuracy: "rowwise" })),
     ];
     for (const ask of asked) {
       const said = await ask().then((answer) => `computed ${answer}`, String);

@@ -86,6 +86,46 @@ def test_any_product(engine) -> None:
     agrees()
 
 
+@st.composite
+def tiles(draw, side_max: int, k_max: int, size_max: int) -> dict[str, Any]:
+    """Any tile: a sum of terms out of parts of panels, by lines or by k, in any elements."""
+    m, n = draw(st.integers(1, side_max)), draw(st.integers(1, side_max))
+    count = draw(st.integers(1, 3))
+    batch = draw(st.integers(1, 3)) if count == 1 else 1
+    a_by_k, b_by_k = draw(st.booleans()), draw(st.booleans())
+    terms, panels = [], []
+    for index in range(count):
+        k = draw(st.integers(1, max(1, min(k_max, size_max // (m * n * batch * count)))))
+        term: dict[str, Any] = {"k": k}
+        for side, lines, by_k in (("a", m, a_by_k), ("b", n, b_by_k)):
+            row, column = draw(st.integers(0, 5)), draw(st.sampled_from([0, 0, 1, 3, 128]))
+            height, width = (k, lines) if by_k else (lines, k)
+            name = f"any.{index}.{side}"
+            more = draw(st.integers(0, 3))
+            panels.append({
+                "id": name, "dtype": draw(st.sampled_from(DTYPES)), "rows": row + batch * height + more,
+                "columns": column + width + more,
+            })  # fmt: skip
+            term |= {side: name, f"{side}Row": row, f"{side}Column": column}
+        terms.append(term)
+    return {
+        "batch": batch, "m": m, "n": n, "aByK": a_by_k, "bByK": b_by_k, "terms": terms, "panels": panels,
+        "dtype": draw(st.sampled_from(["f32", "bf16", "f16"])),
+        "accuracy": draw(st.sampled_from(["rowwise", "normwise"])), "seed": draw(st.integers(1, 1000)),
+    }  # fmt: skip
+
+
+def test_any_tile(engine) -> None:
+    limits = (12, 60, 6_000) if slow(engine) else (70, 300, 400_000)
+
+    @settings(max_examples=30 if slow(engine) else 120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(tiles(*limits))
+    def agrees(case: dict[str, Any]) -> None:
+        engine.check("anyTile", **case)
+
+    agrees()
+
+
 def test_the_engine_is_the_one_that_was_asked_for(engine) -> None:
     assert engine.opened["kernel"] == engine.kernel
     assert engine.opened["depth"] in (1, 2)

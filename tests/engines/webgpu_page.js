@@ -2,7 +2,7 @@
  * What is WebGPU's own, for tests/engines/test_webgpu_*.py: the kernels one by one, the tuner, pieces, refusals of memory,
  * and the loss of the GPU. Products of every shape and dtype are the business of suite.js.
  */
-import { prove } from "/static/js/engines/check.js";
+import { prove, tileOf } from "/static/js/engines/check.js";
 import { fault } from "/static/js/engines/known_answers.js";
 import { openWith } from "/static/js/engines/webgpu.js";
 import { faultOf, operand } from "/static/js/engines/webgpu_answers.js";
@@ -75,10 +75,10 @@ function right({ m, n, k, seed = 1 }, c) {
 /** One tile from two panels of its own, put here unless they are; how it ended. */
 async function tile({ m, n, k, seed = 1, keep = false }) {
   const [a, b] = [`a${m}x${k}.${seed}`, `b${n}x${k}.${seed}`];
-  engine.put(a, bytesOf(whole(m * k, seed)));
-  engine.put(b, bytesOf(whole(n * k, seed + 5)));
+  engine.put(a, bytesOf(whole(m * k, seed)), { rows: m, columns: k, dtype: "f32" });
+  engine.put(b, bytesOf(whole(n * k, seed + 5)), { rows: n, columns: k, dtype: "f32" });
   try {
-    const { bytes } = await engine.compute({ batch: 1, m, n, k, a, b, accuracy: "rowwise" });
+    const { bytes } = await engine.compute(tileOf(m, n, k, a, b, "rowwise"));
     return right({ m, n, k, seed }, new Float32Array(bytes.buffer)) ? "right" : "wrong";
   } catch (error) {
     return error.constructor.name;
@@ -130,7 +130,7 @@ const ORDERS = {
     refusals = count;
     refusedFrom = from;
   },
-  put: ({ id, floats }) => engine.put(id, bytesOf(whole(floats, 3))),
+  put: ({ id, floats }) => engine.put(id, bytesOf(whole(floats, 3)), { rows: floats, columns: 1, dtype: "f32" }),
   takeLost: () => engine.takeLost(),
   memory: () => engine.memory,
   drop: ({ ids }) => engine.drop(ids),

@@ -23,9 +23,11 @@ function device({ workers = 1, depth = 1, capacityBytes = 1 << 20, identity = ID
     take: () => self.effects.splice(0),
     sent: (type) => self.effects.filter((e) => e.do === "send" && (!type || e.message.type === type)).map((e) => e.message),
     did: (what) => self.effects.filter((e) => e.do === what),
-    panel: (panel, rows, k) => self.say({ type: "PANEL", panel, rows, k, offset: 0, size: 4 * rows * k, dtype: "f32" }, new Uint8Array(4 * rows * k)),
-    lease: (lease, over = {}) => self.say({
-      type: "LEASE", lease, job: "j", batch: 1, m: 2, n: 2, k: 2, a: "a", b: "b", deadline_s: 9, kind: "tile", dtype: "f32", ...over,
+    panel: (panel, rows, columns) => self.say(
+      { type: "PANEL", panel, rows, columns, offset: 0, size: 4 * rows * columns, dtype: "f32" }, new Uint8Array(4 * rows * columns)),
+    lease: (lease, { k = 2, a = "a", b = "b", ...over } = {}) => self.say({
+      type: "LEASE", lease, job: "j", batch: 1, m: 2, n: 2, terms: [{ k, a, b, a_row: 0, a_column: 0, b_row: 0, b_column: 0 }],
+      deadline_s: 9, a_by_k: false, b_by_k: false, kind: "tile", dtype: "f32", accuracy: "rowwise", ...over,
     }),
     ack: (lease, verdict = "accepted", flop = 16) => self.say({ type: "ACK", lease, job: "j", verdict, reason: "", flop }),
     compute: (lease, worker = 0, size = 16) => self.keep(session.computed(self.at, worker, lease, new Uint8Array(size), 0.1)),
@@ -93,11 +95,37 @@ test("a missing panel is asked for once, and its lease waits while others run", 
 test("a panel still arriving is not asked for", () => {
   const d = device();
   d.panel("b", 2, 2);
-  d.say({ type: "PANEL", panel: "a", rows: 2, k: 2, offset: 0, size: 16, dtype: "f32" }, new Uint8Array(8));
+  d.say({ type: "PANEL", panel: "a", rows: 2, columns: 2, offset: 0, size: 16, dtype: "f32" }, new Uint8Array(8));
   d.lease(1);
   assert.equal(d.sent("NEED").length, 0);
-  d.say({ type: "PANEL", panel: "a", rows: 2, k: 2, offset: 8, size: 16, dtype: "f32" }, new Uint8Array(8));
+  d.say({ type: "PANEL", panel: "a", rows: 2, columns: 2, offset: 8, size: 16, dtype: "f32" }, new Uint8Array(8));
   assert.equal(d.did("tile").length, 1);
+});
+
+test("a chunk at offset 0 begins a panel anew", () => {
+  const d = device();
+  const chunk = (offset, value) => d.say({ type: "PANEL", panel: "a", rows: 2, columns: 2, offset, size: 16, dtype: "f32" }, new Uint8Array(8).fill(value));
+  d.panel("b", 2, 2).lease(1);
+  chunk(0, 1);
+  chunk(0, 2);
+  assert.equal(d.did("tile").length, 0);
+  chunk(8, 2);
+  assert.deepEqual([...d.did("panel")[0].bytes], Array(16).fill(2));
+  assert.deepEqual(d.did("panel")[0].form, { rows: 2, columns: 2, dtype: "f32" });
+  assert.equal(d.did("tile").length, 1);
+});
+
+test("a lease of several terms waits for all their panels, and may read a part of each", () => {
+  const d = withPanels();
+  const at = (row, column) => ({ a_row: row, a_column: column, b_row: 0, b_column: 0 });
+  d.lease(1, { m: 1, n: 2, a_by_k: true, terms: [{ k: 2, a: "a", b: "b", ...at(0, 1) }, { k: 1, a: "c", b: "b", ...at(3, 7) }] });
+  assert.deepEqual(d.sent("NEED").map(({ panel }) => panel), ["c"]);
+  assert.equal(d.did("tile").length, 0);
+  d.panel("c", 4, 8);
+  assert.deepEqual(d.did("panel").map(({ panel }) => panel), ["a", "b", "c"]);
+  d.compute(1, 0, 8).lease(2, { dtype: "bf16" }).compute(2, 0, 8).take();
+  d.lease(3, { a_by_k: true, m: 2, terms: [{ k: 1, a: "c", b: "b", ...at(3, 7) }] });
+  assert.match(d.sent("FAIL")[0].message, /panel c is 4 x 8, the lease reaches to 4 x 9/);
 });
 
 test("a lease said twice runs once", () => {
@@ -233,7 +261,7 @@ test("a Worker that remembers a panel as lost is told to drop it once nobody wan
   revoked.say({ type: "REVOKE", leases: [1] });
   assert.deepEqual(dropped(revoked), ["a"], "b is still held there");
   const cut = lost();
-  cut.say({ type: "PANEL", panel: "a", rows: 2, k: 2, offset: 0, size: 16, dtype: "f32" }, new Uint8Array(8));
+  cut.say({ type: "PANEL", panel: "a", rows: 2, columns: 2, offset: 0, size: 16, dtype: "f32" }, new Uint8Array(8));
   cut.keep(cut.session.closed(0, "gone"));
   assert.deepEqual(dropped(cut), ["a"], "the rest of it will not come");
   const idle = withPanels();

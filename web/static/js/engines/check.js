@@ -3,10 +3,11 @@
  *
  * The shapes are those at which browsers, drivers and compilers have been seen to fail: one element, either side of a
  * vector or block width, flat, a k beyond one block, 500 rows and more, values that leave float32's comfortable range. The
- * engine is asked as it is for a tile, panels and all. Small products are compared with float64 element by element, large
+ * engine is asked as it is for a tile, panels and all (known_tiles.js has tiles of other kinds). Small products are compared with float64 element by element, large
  * ones by a random projection, as the server does. An engine that fails is not used, and the page says why.
  */
 import { fault, stream } from "./known_answers.js";
+import { proveTiles } from "./known_tiles.js";
 
 /**
  * @typedef {import("../../../types/engine.js").Engine} Engine
@@ -100,6 +101,7 @@ export async function prove(engine) {
     const wrong = fault(given, await product(engine, given, "small"));
     if (wrong) throw new Error(`wrong product ${wrong}`);
   }
+  await proveTiles(engine);
 }
 
 /** The same for a product of many blocks, either accuracy. @param {Engine} engine @param {number} flops as measured */
