@@ -29,7 +29,8 @@ def panel_floats(data: Bytes, rows: int, columns: int, dtype: Dtype) -> F32:
 def scaled(q: NDArray[np.int8], scales: F32) -> F32:
     """i8 elements (rows, columns) times their scales (rows, blocks)."""
     wide: F32 = np.repeat(scales, SCALE_BLOCK, axis=1)[:, : q.shape[1]]
-    return wide * q
+    with np.errstate(invalid="ignore"):  # 0 times an infinite scale: not a number, as it should be
+        return wide * q
 
 
 def floats(data: Bytes, count: int, dtype: Dtype) -> F32:

@@ -24,13 +24,13 @@ KINDS = ("skip1", "bf16")
 ENTRY = ("-m", "backend.bench.spoiled", "serve")
 
 
-def serve_spoiled() -> None:
-    """Run `tileweave serve` with the spoiling script in the recipe's place."""
+def serve_with(script: Path) -> None:
+    """Run `tileweave serve` with this script in the gpt-bytes recipe's place."""
     from backend.recipes import RECIPES
     from backend.settings import Settings
     from backend.supervisor.serve import serve
 
-    RECIPES["gpt-bytes"] = dataclasses.replace(RECIPES["gpt-bytes"], script=Path(__file__).resolve())
+    RECIPES["gpt-bytes"] = dataclasses.replace(RECIPES["gpt-bytes"], script=script)
     sys.exit(serve(Settings()))
 
 
@@ -63,6 +63,6 @@ def train_spoiled(kind: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
-        serve_spoiled()
+        serve_with(Path(__file__).resolve())
     else:
         train_spoiled(os.environ[SPOIL_VARIABLE])

@@ -1,10 +1,10 @@
 """`tileweave bench train`: do the recipes train on volunteers as in plain torch, and how fast is a step?
 
-Each recipe runs 50 steps in a plain Python process and as a job, once by each executor, every sizeable GEMM on one
-Chromium; `max_relative_loss_difference` is over all steps. Beside it stands `control`, plain torch with another number
-of threads: what a training makes of rounding differs from recipe to recipe. Then one recipe on a volunteer behind a
-slow round trip, by both executors, and on volunteers so slow that computing is all that counts; and a training whose
-script or coordinator is killed again and again.
+Each recipe runs 50 steps in a plain Python process and as a job, once by each executor and once in each wire, every
+sizeable GEMM on one Chromium; `max_relative_loss_difference` is over all steps. Beside it stands `control`, plain torch
+with another number of threads: what a training makes of rounding differs from recipe to recipe. Then one recipe on a
+volunteer behind a slow round trip, by both executors, and on volunteers so slow that computing is all that counts; a
+training whose script or coordinator is killed again and again; and the bytes of a step (train_bytes.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from backend.bench.parity import largest_difference, offloaded_share, relative_difference
+from backend.bench.train_bytes import REDUCTION_MIN, bytes_of_steps
 from backend.swarm import Swarm, wait_for
 
 STEPS = 50
 EXECUTORS = ("eager", "graph")
+RUNS = [("f32", "eager"), ("f32", "graph"), ("bf16", "graph"), ("f16", "graph"), ("int8", "graph")]  # wire, executor
 LIMIT = 1e-5
+LIMITS = {"f32": LIMIT, "bf16": 1e-3, "f16": 1e-3, "int8": 1e-2}
 SHARE_MIN = {"cnn": 0.9}
 SHARE_MIN_DEFAULT = 0.95
 JOB_S_MAX = 900.0
@@ -78,6 +81,7 @@ def train(steps: int = STEPS, recipes: tuple[str, ...] = tuple(CONFIGS)) -> dict
     latency = _latency()
     busy = _busy()
     kills = _kills()
+    sizes = bytes_of_steps(_job)
     return {
         "steps": steps,
         "rows": rows,
@@ -86,15 +90,18 @@ def train(steps: int = STEPS, recipes: tuple[str, ...] = tuple(CONFIGS)) -> dict
         "busy_share": busy["share"],
         "busy": busy,
         "kills": kills,
+        "bytes_reduction": sizes["reduction"],
+        "bytes": sizes,
         "holds": all(row["holds"] for row in rows)
         and latency["speedup"] >= 3
         and busy["share"] >= 0.8
-        and kills["max_relative_loss_difference"] <= LIMIT,
+        and kills["max_relative_loss_difference"] <= LIMIT
+        and sizes["reduction"] >= REDUCTION_MIN,
     }
 
 
 def _recipe(swarm: Swarm, name: str, steps: int) -> list[dict[str, Any]]:
-    """One row for each executor."""
+    """One row for each wire and executor."""
     data, path = None, None
     if name == "lora":
         data, path = BASE, swarm.settings.datasets_dir / BASE
@@ -104,13 +111,13 @@ def _recipe(swarm: Swarm, name: str, steps: int) -> list[dict[str, Any]]:
     plain = _plain(name, config, steps, path)
     spread = relative_difference(plain, _plain(name, config, steps, path, threads=2))
     rows = []
-    for executor in EXECUTORS:
-        metrics = _job(swarm, name, {**config, "executor": executor}, steps, data)
+    for wire, executor in RUNS:
+        metrics = _job(swarm, name, {**config, "executor": executor}, steps, data, wire)
         difference, share = largest_difference(plain, metrics), offloaded_share(metrics)
         rows.append(
             {
                 "recipe": name,
-                "wire": "f32",
+                "wire": wire,
                 "executor": executor,
                 "max_relative_loss_difference": difference,
                 "control": spread,
@@ -119,7 +126,7 @@ def _recipe(swarm: Swarm, name: str, steps: int) -> list[dict[str, Any]]:
                 "step_seconds": statistics.median(row["seconds"] for row in metrics),
                 "loss_first": plain[0],
                 "loss_last": plain[-1],
-                "holds": difference <= max(LIMIT, spread) and share >= SHARE_MIN.get(name, SHARE_MIN_DEFAULT),
+                "holds": difference <= max(LIMITS[wire], spread) and share >= SHARE_MIN.get(name, SHARE_MIN_DEFAULT),
             }
         )
     return rows
@@ -137,9 +144,11 @@ def _plain(name: str, config: dict[str, Any], steps: int, data: Path | None, thr
     return losses
 
 
-def _job(swarm: Swarm, name: str, config: dict[str, Any], steps: int, data: str | None = None) -> list[dict[str, Any]]:
+def _job(
+    swarm: Swarm, name: str, config: dict[str, Any], steps: int, data: str | None = None, wire: str = "f32"
+) -> list[dict[str, Any]]:
     """The metrics of a job that succeeded. Raises RuntimeError where it did not."""
-    job = swarm.client.submit_train(name, config, steps=steps, data=data)
+    job = swarm.client.submit_train(name, config, steps=steps, data=data, wire=wire)
     job = wait_for(
         "the job to end",
         lambda: found if (found := swarm.client.job(job["id"]))["state"] not in ("queued", "running") else None,

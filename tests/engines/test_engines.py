@@ -87,7 +87,7 @@ def test_any_product(engine) -> None:
 
 
 @st.composite
-def tiles(draw, side_max: int, k_max: int, size_max: int) -> dict[str, Any]:
+def sums(draw, side_max: int, k_max: int, size_max: int) -> dict[str, Any]:
     """Any tile: a sum of terms out of parts of panels, by lines or by k, in any elements."""
     m, n = draw(st.integers(1, side_max)), draw(st.integers(1, side_max))
     count = draw(st.integers(1, 3))
@@ -115,11 +115,11 @@ def tiles(draw, side_max: int, k_max: int, size_max: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_any_tile(engine) -> None:
+def test_any_sum_of_terms(engine) -> None:
     limits = (12, 60, 6_000) if slow(engine) else (70, 300, 400_000)
 
     @settings(max_examples=30 if slow(engine) else 120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(tiles(*limits))
+    @given(sums(*limits))
     def agrees(case: dict[str, Any]) -> None:
         engine.check("anyTile", **case)
 

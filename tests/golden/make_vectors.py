@@ -57,14 +57,16 @@ VALID: list[tuple[str, Kind, dict[str, Any], bytes]] = [
     ("panel-f16", Kind.PANEL, {
         "panel": "p", "rows": 3, "columns": 3, "offset": 16, "size": 18, "dtype": "f16"}, bytes(range(2))),
     ("panel-i8", Kind.PANEL, {  # 3 x 129 elements, 1 of padding, 3 x 2 scales
-        "panel": "p", "rows": 3, "columns": 129, "offset": 0, "size": 412, "dtype": "i8"}, bytes(range(256)) + bytes(156)),
+        "panel": "p", "rows": 3, "columns": 129, "offset": 0, "size": 412, "dtype": "i8"},
+        bytes(range(256)) + bytes(156)),
     ("drop", Kind.DROP, {"panels": ["1.3.a.0-127", "1.3.b.0-63"]}, b""),
     ("drop-nothing", Kind.DROP, {"panels": []}, b""),
     ("need", Kind.NEED, {"panel": "1.3.a.0-127", "lease": SAFE_MAX}, b""),
     ("lease", Kind.LEASE, LEASE, b""),
     ("lease-normwise", Kind.LEASE, LEASE | {"accuracy": "normwise"}, b""),
     ("lease-sum", Kind.LEASE, LEASE | {
-        "batch": 1, "terms": [TERM, TERM | {"a": "dy2.512-1023"}], "a_by_k": True, "b_by_k": True, "dtype": "bf16"}, b""),
+        "batch": 1, "terms": [TERM, TERM | {"a": "dy2.512-1023"}], "a_by_k": True, "b_by_k": True,
+        "dtype": "bf16"}, b""),
     ("lease-f16", Kind.LEASE, LEASE | {"dtype": "f16", "b_by_k": True}, b""),
     ("result", Kind.RESULT, {"lease": 2**32 + 7, "job": "job-1", "seconds": 0.125, "offset": 16, "size": 48},
         bytes(range(32))),

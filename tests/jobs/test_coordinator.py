@@ -49,6 +49,7 @@ from tileweave.script.wire import (
     Control,
     GemmFailed,
     GemmRequest,
+    Part,
     Product,
     Recorded,
     Region,
@@ -147,11 +148,29 @@ class Rig:
 
 def _tile(push: Push, compute: Compute) -> np.ndarray:
     lease = push.lease
-    a, b = (
-        np.fromfile(ref.path, np.float32, ref.rows * ref.k, offset=ref.offset).reshape(lease.batch, -1, ref.k)
-        for ref in (push.a, push.b)
-    )
-    return compute(a, b)
+    panels = {
+        ref.panel: np.fromfile(ref.path, np.float32, ref.rows * ref.columns, offset=ref.offset).reshape(-1, ref.columns)
+        for ref in push.panels
+    }
+    total: np.ndarray | None = None
+    for term in lease.terms:
+        a, b = (
+            _lines(panels[name], lease.batch, lines, term.k, by_k, row, column)
+            for name, lines, by_k, row, column in (
+                (term.a, lease.m, lease.a_by_k, term.a_row, term.a_column),
+                (term.b, lease.n, lease.b_by_k, term.b_row, term.b_column),
+            )
+        )
+        part = compute(a, b)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _lines(panel: np.ndarray, batch: int, lines: int, k: int, by_k: bool, row: int, column: int) -> np.ndarray:
+    height, width = (k, lines) if by_k else (lines, k)
+    block = panel[row : row + batch * height, column : column + width].reshape(batch, height, width)
+    return block.transpose(0, 2, 1) if by_k else block
 
 
 def honest(a: np.ndarray, bt: np.ndarray) -> np.ndarray:
@@ -195,6 +214,9 @@ class Script:
         self.writer.close()
 
 
+STAMP = int.from_bytes(b"stamp...", "little")
+
+
 class Operands:
     """A (batch, m, k), whose last row is small, B^T (batch, n, k) and room for C in one file of the arena."""
 
@@ -207,13 +229,12 @@ class Operands:
         self.bt = random.standard_normal((batch, n, k), np.float32)
         self.shape = (batch, m, n)
         self.path = Path(welcome.arena_dir) / f"segment-{number}.bin"
-        self.path.write_bytes(self.a.tobytes() + self.bt.tobytes() + bytes(4 * batch * m * n))
+        self.path.write_bytes(b"stamp..." + self.a.tobytes() + self.bt.tobytes() + bytes(4 * batch * m * n))
         sizes = self.a.nbytes, self.bt.nbytes, 4 * batch * m * n
-        offsets = 0, sizes[0], sizes[0] + sizes[1]
+        offsets = 8, 8 + sizes[0], 8 + sizes[0] + sizes[1]
         regions = [Region(str(self.path), offset, size) for offset, size in zip(offsets, sizes, strict=True)]
-        self.request = GemmRequest(
-            id=number, step=1, batch=batch, m=m, n=n, k=k, a=regions[0], b=regions[1], c=regions[2]
-        )
+        a, b = (Part(region, f"{name}{number}", 0, STAMP) for name, region in zip("ab", regions[:2], strict=True))
+        self.request = GemmRequest(id=number, step=1, batch=batch, m=m, n=n, k=k, a=[a], b=[b], c=regions[2])
 
     def product(self) -> np.ndarray:
         region = self.request.c
@@ -296,7 +317,7 @@ def test_a_product_is_verified_assembled_credited_and_recorded(valkey, batch, m,
         assert (row.loss, row.tiles, row.flop_offloaded, row.devices) == (2.5, len(pushes), flop, 1)
         assert row.validation == 2.25
         assert row.bytes_up == 4 * batch * m * n
-        panels = {ref.panel: 4 * ref.rows * ref.k for push in pushes for ref in (push.a, push.b)}
+        panels = {ref.panel: ref.size for push in pushes for ref in push.panels}
         assert row.bytes_down == sum(panels.values())
         job = rig.jobs.get(rig.job)
         assert (job.state, job.result, job.sample) == ("succeeded", str(result), "to be")
@@ -384,10 +405,16 @@ def test_requests_that_cannot_be_are_answered_and_harm_nobody(valkey) -> None:
         async with connected(rig) as (script, welcome):
             await rig.join()
             good = Operands(welcome, 1, 8, 8, 8).request
-            outside = Region("/etc/hostname", 0, good.a.size)
-            past = Region(good.a.path, 1 << 30, good.a.size)
+            size = good.a[0].region.size
+            outside = [Part(Region("/etc/hostname", 8, size), "x", 0, 1)]
+            past = Region(good.c.path, 1 << 30, good.c.size)
             for number, (change, what) in enumerate(
-                [({"a": outside}, "expected a file below"), ({"c": past}, "which has"), ({"m": 9}, "bytes, expected")]
+                [
+                    ({"a": outside}, "expected a file below"),
+                    ({"c": past}, "which has"),
+                    ({"m": 9}, "bytes, expected"),
+                    ({"a": []}, "0 parts of A"),
+                ]
             ):
                 script.say(msgspec.structs.replace(good, id=10 + number, **change))
                 answer = await script.hear()
@@ -408,6 +435,7 @@ def test_operands_that_are_not_finite_fail_the_gemm_and_blame_nobody(valkey) -> 
             await rig.join()
             work = Operands(welcome, 1, 16, 16, 16)
             with work.path.open("r+b") as file:
+                file.seek(work.request.a[0].region.offset)
                 file.write(np.float32(np.nan).tobytes())
             script.say(work.request)
             answer = asyncio.create_task(script.hear())

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from backend.jobs.maps import Maps, RegionError, assemble
-from planner.shapes import Rect
+from backend.jobs.maps import Maps, RegionError
 from tileweave.script.wire import Region
 
 
@@ -65,17 +62,3 @@ def test_regions_that_are_not_there(tmp_path, name, offset, size, count, what) -
     (run / "empty").touch()
     with pytest.raises(RegionError, match=what):
         Maps(run).floats(Region(str(tmp_path / name), offset, size), count)
-
-
-@given(st.data())
-def test_tiles_that_cover_c_assemble_it(data) -> None:
-    batch, m, n = (data.draw(st.integers(1, 5)) for _ in range(3))
-    wanted = np.random.default_rng(batch * 25 + m * 5 + n).random((batch, m, n), np.float32)
-    cut_m, cut_n = data.draw(st.integers(0, m)), data.draw(st.integers(0, n))
-    c = np.full((batch, m, n), np.nan, np.float32)
-    for b in range(batch):
-        for m0, m1 in ((0, cut_m), (cut_m, m)):
-            for n0, n1 in ((0, cut_n), (cut_n, n)):
-                tile = np.ascontiguousarray(wanted[b : b + 1, m0:m1, n0:n1]).ravel()
-                assemble(c, tile, Rect(b, b + 1, m0, m1, n0, n1))
-    assert (c == wanted).all()

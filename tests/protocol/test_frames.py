@@ -29,7 +29,9 @@ from tileweave.protocol import (
     ProtocolError,
     Reassembly,
     Result,
+    ResultDtype,
     Status,
+    Term,
     chunks,
     decode,
     encode,
@@ -42,6 +44,8 @@ seconds = st.floats(0, 1e7)
 dimensions = st.integers(1, 2**24)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=500)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=64)
+offsets = st.integers(0, 2**24)
+terms = st.builds(Term, k=dimensions, a=ids, b=ids, a_row=offsets, a_column=offsets, b_row=offsets, b_column=offsets)
 profiles = st.builds(
     Profile, kernel=ids.map(lambda s: s[:32]), flops=st.floats(0, 1e18), memory_bytes=sizes, workers=st.integers(1, 256)
 )
@@ -55,8 +59,9 @@ bare: st.SearchStrategy[Message] = st.one_of(
     st.builds(Drop, panels=st.lists(ids, max_size=50)),
     st.builds(
         Lease,
-        lease=leases, job=ids, batch=dimensions, m=dimensions, n=dimensions, k=dimensions, a=ids, b=ids,
-        deadline_s=seconds, accuracy=st.sampled_from(get_args(Accuracy)),
+        lease=leases, job=ids, batch=dimensions, m=dimensions, n=dimensions, deadline_s=seconds,
+        terms=st.lists(terms, min_size=1, max_size=20), a_by_k=st.booleans(), b_by_k=st.booleans(),
+        dtype=st.sampled_from(get_args(ResultDtype)), accuracy=st.sampled_from(get_args(Accuracy)),
     ),
     st.builds(
         Ack,
@@ -97,7 +102,7 @@ def test_random_bytes_raise_only_protocol_errors(data: bytes) -> None:
 
 @given(st.sampled_from(list(Kind)), st.binary(max_size=64))
 def test_random_metadata_raises_only_protocol_errors(kind: Kind, meta: bytes) -> None:
-    header = b"TW\x01" + bytes([kind]) + len(meta).to_bytes(4, "little") + bytes(8)
+    header = b"TW\x02" + bytes([kind]) + len(meta).to_bytes(4, "little") + bytes(8)
     with pytest.raises(ProtocolError):
         decode(header + meta + bytes(-len(meta) % 16))
 
@@ -131,7 +136,7 @@ def test_payload_is_a_view_and_encode_copies_once() -> None:
 
 @pytest.mark.parametrize("declared", [2**20 + 1, 2**31, 2**32 - 1])
 def test_a_large_declared_size_allocates_nothing(declared: int) -> None:
-    lies = b"TW\x01\x07" + (80).to_bytes(4, "little") + declared.to_bytes(4, "little") + bytes(4) + b"{" * 96
+    lies = b"TW\x02\x07" + (80).to_bytes(4, "little") + declared.to_bytes(4, "little") + bytes(4) + b"{" * 96
     tracemalloc.start()
     with pytest.raises(ProtocolError, match="header says"):
         decode(lies)
@@ -155,7 +160,7 @@ def test_limits_of_frame_and_metadata() -> None:
         decode(bytes(FRAME_BYTES_MAX + 1))
     long_meta = META_BYTES_MAX + 16
     with pytest.raises(ProtocolError, match="metadata of"):
-        decode(b"TW\x01\x0c" + long_meta.to_bytes(4, "little") + bytes(8) + b" " * long_meta)
+        decode(b"TW\x02\x0c" + long_meta.to_bytes(4, "little") + bytes(8) + b" " * long_meta)
 
 
 @given(st.integers(0, 10 * 2**20), st.integers(4112, 2**21))

@@ -65,7 +65,7 @@ def test_browser_module_agrees() -> None:
 
 
 def test_browser_constants_agree() -> None:
-    names = ["PROTOCOL_VERSION", "FRAME_BYTES_MAX", "META_BYTES_MAX", "CHUNK_BYTES_MAX", "DIMENSION_MAX"]
+    names = ["PROTOCOL_VERSION", "FRAME_BYTES_MAX", "META_BYTES_MAX", "CHUNK_BYTES_MAX", "DIMENSION_MAX", "TERMS_MAX"]
     module = (HERE.parents[1] / "web/static/js/protocol.js").as_uri()
     program = f"import({module!r}).then((p) => console.log(JSON.stringify([p.KIND, ...{names}.map((n) => p[n])])))"
     run = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60, check=True)

@@ -11,6 +11,7 @@ import pytest
 
 from tileweave.protocol import (
     CHUNK_BYTES_MAX,
+    ELEMENT_BYTES,
     FRAME_BYTES_MAX,
     MESSAGES,
     META_BYTES_MAX,
@@ -21,8 +22,10 @@ from tileweave.protocol import (
     Kind,
     Limits,
     Profile,
+    Term,
     Verdict,
 )
+from tileweave.protocol.elements import SCALE_BLOCK
 
 PAGE = (Path(__file__).parents[2] / "PROTOCOL.md").read_text(encoding="utf-8")
 ROWS = {
@@ -33,7 +36,7 @@ ROWS = {
 
 def documented_fields(text: str) -> set[str]:
     """Names in backticks up to the payload or the explanation."""
-    return set(re.findall(r"`(\w+)`", re.split(r"; payload|: (?:they|a lease|no longer)| of the PING", text)[0]))
+    return set(re.findall(r"`(\w+)`", re.split(r"; payload|: (?:they|a lease|no longer)| of the PING| \(of ", text)[0]))
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
@@ -50,11 +53,23 @@ def test_no_other_message_is_there() -> None:
     assert set(ROWS) == {kind.name for kind in Kind}
 
 
-@pytest.mark.parametrize("struct", [Profile, Limits])
+@pytest.mark.parametrize("struct", [Profile, Limits, Term])
 def test_nested_objects_are_there_with_their_fields(struct: Any) -> None:
     paragraph = re.search(rf"`{struct.__name__.lower()}` is an object(.*?)(?:`\w+` is an object|\n\n)", PAGE, re.DOTALL)
     assert paragraph is not None
     assert set(re.findall(r"`(\w+)`", paragraph[1])) == set(struct.__struct_fields__)
+
+
+def test_element_types_and_their_layout_are_there() -> None:
+    elements = PAGE.split("## Elements")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", elements, re.MULTILINE)) == set(ELEMENT_BYTES)
+    for name, size in ELEMENT_BYTES.items():
+        assert f"| `{name}` | {size} |" in elements
+    assert f"ceil(columns / {SCALE_BLOCK})" in elements
+    leases = PAGE.split("**Leases.**")[1].split("**Results.**")[0]
+    formulas = [re.sub(r"\s+", " ", line).strip() for line in (Term.__doc__ or "").splitlines() if "_by_k" in line]
+    said = re.sub(r"\s+", " ", leases)
+    assert len(formulas) == 4 and all(formula in said for formula in formulas)
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)

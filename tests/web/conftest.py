@@ -38,6 +38,7 @@ from tileweave.protocol.messages import (
     Ping,
     Pong,
     Result,
+    Term,
     Welcome,
 )
 
@@ -87,11 +88,13 @@ class Device:
         data = memoryview(matrix.tobytes())
         rows, k = matrix.shape
         for offset, length in chunks(len(data), self.limits.frame_bytes_max):
-            head = Panel(panel=name, rows=rows, k=k, offset=offset, size=len(data))
+            head = Panel(panel=name, rows=rows, columns=k, offset=offset, size=len(data))
             await self.socket.send(encode(head, data[offset : offset + length]))
 
     async def lease(self, lease: int, m: int, n: int, k: int, a: str, b: str, batch: int = 1) -> None:
-        await self.send(Lease(lease=lease, job="job-1", batch=batch, m=m, n=n, k=k, a=a, b=b, deadline_s=60))
+        await self.send(
+            Lease(lease=lease, job="job-1", batch=batch, m=m, n=n, terms=[Term(k=k, a=a, b=b)], deadline_s=60)
+        )
 
     async def ack(self, lease: int, flop: int = 0) -> None:
         await self.send(Ack(lease=lease, job="job-1", verdict="accepted", flop=flop))

@@ -249,6 +249,7 @@ def test_admin_launches_a_job_from_the_recipe_and_cancels_it(page: Page, server:
     page.get_by_label("Steps", exact=True).fill("50")
     page.get_by_label("Name").fill("mine")
     page.get_by_label("Products").select_option("normwise")
+    page.get_by_label("Numbers on the way").select_option("bf16")
     page.get_by_role("button", name="Launch").click()
     page.wait_for_url("**/jobs/job-1")
     assert posted == [
@@ -262,6 +263,7 @@ def test_admin_launches_a_job_from_the_recipe_and_cancels_it(page: Page, server:
                 "steps": 50,
                 "mode": "tiles",
                 "accuracy": "normwise",
+                "wire": "bf16",
                 "name": "mine",
             },
             "csrf",
