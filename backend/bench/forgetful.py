@@ -8,40 +8,26 @@ were not made of contents. Nothing of this can be reached from a normal server.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import itertools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 ENTRY = ("-m", "backend.bench.forgetful", "serve")
 
 
 def train_forgetfully() -> None:
     """Run the recipe with nothing kept."""
-    import itertools
-    from dataclasses import replace
-
-    from backend.recipes import gpt_bytes
-    from tileweave.script import graph, multiply
-
-    store, names = multiply.store, itertools.count()
-    start, program = multiply.ArenaMultiplier.start, graph.Program
-
-    def store_under_a_new_name(*args: Any) -> Any:
-        return replace(store(*args), content=f"once{next(names)}")
-
-    def start_alone(
-        self: multiply.ArenaMultiplier, a: Sequence[Tensor], bt: Sequence[Tensor], uses: int = 1
-    ) -> multiply.Pending:
-        return start(self, a, bt, 1)
-
-    multiply.store = store_under_a_new_name
-    multiply.ArenaMultiplier.start = start_alone  # type: ignore[method-assign]
-    graph.Program = lambda captured, _: program(captured)  # type: ignore[misc, assignment]
-    gpt_bytes.main()
+    graph: Any = importlib.import_module("tileweave.script.graph")
+    multiply: Any = importlib.import_module("tileweave.script.multiply")
+    store, start, program = multiply.store, multiply.ArenaMultiplier.start, graph.Program
+    names = itertools.count()
+    multiply.store = lambda *args: dataclasses.replace(store(*args), content=f"once{next(names)}")
+    multiply.ArenaMultiplier.start = lambda self, a, bt, uses=1: start(self, a, bt, 1)
+    graph.Program = lambda captured, _: program(captured)
+    importlib.import_module("backend.recipes.gpt_bytes").main()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ from backend.coordinator.events import (
     GatewayRestarted,
     GemmDone,
     GemmFailed,
+    GemmSubmitted,
     Joined,
     LeaseLost,
     Left,
+    Matrix,
     PrepareCheck,
     SendAck,
     SendLease,
@@ -126,6 +128,64 @@ def test_the_oldest_gemm_goes_first(bench: Any) -> None:
     harness.submit(number=4)
     leases = bench.only(SendLease, harness.join("ann"))
     assert {lease.lease.terms[0].a.split(".")[0] for lease in leases} == {"a5"}
+
+
+# ---- operands that are used again --------------------------------------------------------------------------------
+
+
+def linear(number: int, kind: str, tokens: int = 256, inputs: int = 64, outputs: int = 128) -> GemmSubmitted:
+    """Y = X W^T, dX = dY W and dW = dY^T X of one layer, W and the rest stored as they lie."""
+    x = Matrix("x", "/arena", 64, tokens, inputs)
+    w = Matrix("w", "/arena", 64, outputs, inputs)
+    dy = Matrix("dy", "/arena", 64, tokens, outputs)
+    match kind:
+        case "forward":
+            return GemmSubmitted(number, 0, 1, tokens, outputs, inputs, (x,), (w,), b_uses=2)
+        case "dx":
+            return GemmSubmitted(number, 0, 1, tokens, inputs, outputs, (dy,), (w,), b_by_k=True, b_uses=2)
+        case _:
+            return GemmSubmitted(number, 0, 1, outputs, inputs, tokens, (dy,), (x,), a_by_k=True, b_by_k=True)
+
+
+def test_a_layers_numbers_go_to_each_device_once(bench: Any) -> None:
+    harness = bench()
+    names = ["ann", "bob", "cy"]
+    for name in names:
+        harness.join(name, flops=1e8)
+    sent: dict[str, dict[str, int]] = {name: {} for name in names}
+    for number, kind in enumerate(("forward", "dx", "dw")):
+        waiting = bench.only(SendLease, harness.do(linear(number, kind)))
+        assert waiting
+        done: list[GemmDone] = []
+        while waiting:
+            lease = waiting.pop(0)
+            for ref in lease.panels:
+                sent[lease.device][ref.panel] = ref.size
+            effects = harness.complete(lease)
+            waiting += bench.only(SendLease, effects)
+            done += bench.only(GemmDone, effects)
+        assert len(done) == 1
+    whole = {"x": 4 * 256 * 64, "w": 4 * 128 * 64, "dy": 4 * 256 * 128}
+    for operand in ("x", "dy"):
+        parts = [
+            sum(size for panel, size in panels.items() if panel.startswith(f"{operand}.")) for panels in sent.values()
+        ]
+        assert sum(parts) == whole[operand], f"{operand} went out more than once"
+        assert len([part for part in parts if part]) == 3
+    for panels in sent.values():
+        assert sum(size for panel, size in panels.items() if panel.startswith("w.")) == whole["w"]
+
+
+def test_what_a_device_holds_is_forgotten_when_it_leaves(bench: Any) -> None:
+    harness = bench()
+    harness.join("ann")
+    waiting = bench.only(SendLease, harness.do(linear(0, "forward")))
+    while waiting:
+        waiting += bench.only(SendLease, harness.complete(waiting.pop(0)))
+    held = set(harness.machine.book.devices["ann"].held)
+    assert held
+    drop = bench.one(DropPanels, harness.do(Left("ann", "ann-1", "another job's now")))
+    assert set(drop.panels) == held
 
 
 # ---- caps and memory ---------------------------------------------------------------------------------------------

@@ -188,6 +188,49 @@ def test_micro_batches_share_round_trips_and_independent_products_too() -> None:
     assert waits[4] == waits[1]
 
 
+class Noted(PlainMultiplier):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []  # parts, uses of B
+
+    def start(self, a: Sequence[Tensor], bt: Sequence[Tensor], uses: int = 1) -> Pending:
+        self.asked.append((len(a), uses))
+        return super().start(a, bt, uses)
+
+
+def test_gradients_of_weights_are_one_sum_and_weights_are_known_to_be_used_again() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+    noted = Noted()
+    task = task_of(model, 4)
+    GraphExecutor(task, Offloader(noted, 1)).gradients(micro_batches(task.batch(0), 4))
+    forward_and_back = [uses for parts, uses in noted.asked if parts == 1]
+    assert [parts for parts, _ in noted.asked if parts > 1] == [4, 4], "dW of two layers"
+    # Of each micro-batch: Y of both layers, dX of the second. The first layer's W is in Y only, the second's in dX too.
+    assert sorted(forward_and_back) == [4] * 4 + [8] * 8
+
+
+def test_a_gradient_that_something_else_reads_is_not_a_sum() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w) @ self.w
+
+    torch.manual_seed(1)
+    model = Twice()
+    task = Task(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), batch=lambda i: (torch.randn(8, 8),),
+        loss=lambda m, x: m(x).square().mean(), samples=8, unit="rows", micro_batches=4,
+    )  # fmt: skip
+    noted = Noted()
+    GraphExecutor(task, Offloader(noted, 1)).gradients(micro_batches((torch.randn(8, 8),), 4))
+    assert {parts for parts, _ in noted.asked} == {1}, "two products are added to one gradient"
+
+
 def test_products_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "IN_FLIGHT_MAX", 3)
     torch.manual_seed(1)
