@@ -79,6 +79,17 @@ class Replacing(nn.Module):
         return x + self.state
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
+        super().__init__()
+        self.cell = kind(12, 16, batch_first=True)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.cell(x)[0])
+        return out
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "mlp": lambda: nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 3)),
@@ -92,6 +103,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "used_twice": lambda: (lambda b: nn.Sequential(b, nn.GELU(), b, nn.Linear(12, 3)))(nn.Linear(12, 12)),
     "view_of_a_buffer": ViewOfABuffer,
     "transposed": lambda: nn.Sequential(nn.ConvTranspose1d(5, 6, 3, stride=2), nn.SiLU()),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
 }
 
 
