@@ -1,9 +1,10 @@
 """Which tile a device gets next: pure choices over the records, no change to them.
 
-In this order: a tile that came back; the next of the device's own share; the last tile of the share with the most work
-left (first of all shares whose device is gone), unless its owner would be done sooner than this device with one tile,
-which is not asked of a device on trial; and where no tile waits, a backup of a lease that this device would finish
-before its holder. A tile that a device spoiled is not given to it again while another device could take it.
+In this order: a tile that came back; the next of the device's own share, of the oldest GEMM that has one, since what it
+needs was sent there before; the last tile of the share with the most work left (first of all shares whose device is
+gone), unless its owner would be done sooner than this device with one tile, which is not asked of a device on trial; and
+where no tile waits, a backup of a lease that this device would finish before its holder. A tile that a device spoiled is
+not given to it again while another device could take it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ class Dispatcher:
     limits: MachineLimits
     now_s: float
 
-    def ready_tile(self, gemm: GemmRun, device: DeviceRecord) -> Tile | None:
-        """The ready tile of this GEMM that the device should take, if any."""
+    def own_tile(self, gemm: GemmRun, device: DeviceRecord) -> Tile | None:
+        """The ready tile of this GEMM that came back, or is next of the device's own share, if any."""
         for share in (RETURNED, device.device):
             for tile in gemm.queues.get(share, {}).values():
                 if self._may(tile, device):
                     return tile
+        return None
+
+    def others_tile(self, gemm: GemmRun, device: DeviceRecord) -> Tile | None:
+        """The ready tile of this GEMM that the device should take of another's share, if any."""
         if len(device.out) >= PREFETCH:
             return None
         trial = device.on_trial(self.limits)

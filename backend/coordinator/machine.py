@@ -376,7 +376,10 @@ class Machine:
         for gemm in list(book.gemms.values()):
             if not gemm.planned:
                 self._plan(gemm)
-            if gemm.planned and (tile := dispatcher.ready_tile(gemm, device)) is not None:
+            if gemm.planned and (tile := dispatcher.own_tile(gemm, device)) is not None:
+                return self._give_tile(tile, dispatcher, device)
+        for gemm in book.gemms.values():
+            if gemm.planned and (tile := dispatcher.others_tile(gemm, device)) is not None:
                 return self._give_tile(tile, dispatcher, device)
         if device.unacknowledged:
             return False

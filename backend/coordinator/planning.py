@@ -2,12 +2,14 @@
 
 A GEMM whose operands other products use too is cut in strips (planner/strips.py), by a team whose parts stay as they
 are while the devices do: so each device is sent a token's numbers once. The team is formed anew when devices come or
-go, or when their speeds have drifted apart from what it was formed by. Any other GEMM is planned by itself (plan.py).
+go, or, between steps, when their speeds have drifted apart from what it was formed by. Any other GEMM is planned by
+itself (planner/plan.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from backend.coordinator.fleet import DeviceRecord
 from backend.coordinator.records import GemmRun
@@ -17,8 +19,12 @@ from planner.shapes import Device, Plan, PlanLimits
 from planner.strips import strips, team_of
 from planner.tiles import result_bytes
 
-DRIFT_MAX = 1.5
-"""Devices whose speeds changed by factors further apart than this get other parts."""
+DRIFT_MAX = 1.25
+"""Devices whose speeds changed by factors further apart than this get other parts from the next step on: within a step
+what a device has been sent is worth more than an even load."""
+
+SMOOTHING = 0.02
+"""Weight of a GEMM's measurement in those speeds: a step has hundreds of GEMMs, and each is told by a few tiles."""
 
 STRIPS_WORTH = 1.25
 """Strips may cost this many times what the GEMM by itself would: what they leave on the devices saves more later."""
@@ -30,7 +36,9 @@ class Planning:
     def __init__(self, limits: PlanLimits) -> None:
         self._limits = limits
         self._team: dict[str, float] = {}
-        self._formed: dict[str, float] = {}  # every device's speed then, those left out included
+        self._speeds: dict[str, float] = {}  # of every device, FLOP/s over many GEMMs
+        self._formed: dict[str, float] = {}  # the same when the team was formed, those left out included
+        self._step = -1
 
     def plan(self, gemm: GemmRun, devices: Iterable[DeviceRecord]) -> Plan:
         """Shares for these devices; none where no device can take part."""
@@ -65,9 +73,16 @@ class Planning:
         return max(made.predicted_s, sent / self._limits.server_bps) + serial_s
 
     def _form(self, gemm: GemmRun, fleet: dict[str, Device]) -> None:
-        if self._formed.keys() == fleet.keys():
-            drift = [device.flops / self._formed[name] for name, device in fleet.items()]
-            if max(drift) <= DRIFT_MAX * min(drift):
+        """Keeps the team, or makes another."""
+        speeds = {
+            name: SMOOTHING * device.flops + (1 - SMOOTHING) * self._speeds.get(name, device.flops)
+            for name, device in fleet.items()
+        }
+        self._speeds = speeds
+        step = gemm.request.step
+        if self._formed.keys() == speeds.keys():
+            drift = [speed / self._formed[name] for name, speed in speeds.items()]
+            if step == self._step or max(drift) <= DRIFT_MAX * min(drift):
                 return
-        self._team = team_of(gemm.shape, list(fleet.values()))
-        self._formed = {name: device.flops for name, device in fleet.items()}
+        self._team = team_of(gemm.shape, [replace(device, flops=speeds[name]) for name, device in fleet.items()])
+        self._formed, self._step = speeds, step
