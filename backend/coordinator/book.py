@@ -57,6 +57,7 @@ class Book:
         self.touched: set[str] = set()
         self.tiles_done = 0
         self.flop_done = 0
+        self.step = 0
         self.leases_lost = 0
         self._next_lease = 0
 
@@ -74,7 +75,7 @@ class Book:
         gemm, limits, first = tile.gemm, self.limits, not tile.leases
         new_bytes = device.new_bytes(tile.panels)
         predicted_s = tile_seconds(tile.rect, gemm.shape, device.planned(), new_bytes, limits.plan.lease_seconds)
-        device.hold(tile.panels)
+        device.hold(tile.panels, gemm.request.step)
         number = self.epoch * EPOCH_LEASES + self._next_lease
         lease = LeaseRecord(number, tile, device, self.now_s, new_bytes, predicted_s, gemm.accuracy)
         self._next_lease += 1
@@ -180,6 +181,14 @@ class Book:
             return False
         self.drop_on(device, dropped)
         return True
+
+    def begin_step(self, step: int) -> None:
+        """The script is at this step. Activations are of no use after theirs, and weights change: what a whole step did
+        without goes, so that devices are not filled with it up to their memory."""
+        self.step = step
+        for device in self.devices.values():
+            if stale := device.stale(step):
+                self.drop_on(device, stale)
 
     def drop_on(self, device: DeviceRecord, panels: set[str]) -> None:
         """Have this one device drop these panels; they may be sent to it again."""

@@ -2,9 +2,9 @@
 
 In this order: a tile that came back; the next of the device's own share, of the oldest GEMM that has one, since what it
 needs was sent there before; the last tile of the share with the most work left (first of all shares whose device is
-gone), unless its owner would be done sooner than this device with one tile, which is not asked of a device on trial; and
-where no tile waits, a backup of a lease that this device would finish before its holder. A tile that a device spoiled is
-not given to it again while another device could take it.
+gone), unless its owner would be done sooner than this device with one tile, which is not asked of a device on trial;
+and where no tile waits, a backup of a lease that this device would finish before its holder. A tile that a device
+spoiled is not given to it again while another device could take it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def _clamped(value: float, default: float, low: float, high: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class DeviceRecord:
-    """One connection of one device, from `Joined` to `Left`. `flops` is the device's claim until `measured`;
+    """One connection of one device, from `Joined` to `Left`. `held` are the bytes of the panels it has, the one last
+    leased last; `used` the step in which each was. `flops` is the device's claim until `measured`;
     `memory_bytes` begins as `memory_offered` and shrinks when the device fails for want of memory."""
 
     device: str
@@ -96,6 +97,7 @@ class DeviceRecord:
     unacknowledged: dict[int, LeaseRecord] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     held_bytes: int = 0
+    used: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, event: Joined, limits: MachineLimits) -> DeviceRecord:
@@ -171,16 +173,22 @@ class DeviceRecord:
         results = sum(lease.tile.result_bytes for lease in self.unacknowledged.values())
         return self.memory_bytes - self.held_bytes - results
 
-    def hold(self, panels: dict[str, int]) -> None:
-        """These panels are being sent, or used again: they become the last to be dropped."""
+    def hold(self, panels: dict[str, int], step: int) -> None:
+        """These panels are being sent, or used again, in this step: they become the last to be dropped."""
         for panel, size in panels.items():
             self.held_bytes += size - self.held.pop(panel, 0)
             self.held[panel] = size
+            self.used[panel] = step
 
     def drop(self, panels: tuple[str, ...] | set[str]) -> None:
         """These panels are not held any more."""
         for panel in panels:
             self.held_bytes -= self.held.pop(panel, 0)
+            self.used.pop(panel, None)
+
+    def stale(self, step: int) -> set[str]:
+        """Panels that this step and the one before had no use for."""
+        return {panel for panel, last in self.used.items() if last < step - 1} - self.pinned()
 
     def answered(self) -> None:
         """It sent something: not silent."""

@@ -70,6 +70,7 @@ def _check_device(book: Book, device: DeviceRecord) -> None:
     tiles = {id(lease.tile) for lease in device.out.values()}
     assert len(tiles) == len(device.out), f"{name} has two leases of one tile"
     assert device.held_bytes == sum(device.held.values()), f"{name} holds {device.held_bytes} bytes, miscounted"
+    assert device.used.keys() == device.held.keys(), f"{name} holds panels of no step"
     assert device.pinned() <= device.held.keys(), f"{name} works on panels it does not hold"
     over = device.memory_bytes - device.memory_offered - device.free_bytes()
     assert over <= 0, f"{name}: memory over by {over} bytes"

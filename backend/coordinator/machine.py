@@ -148,6 +148,8 @@ class Machine:
 
     def _gemm(self, event: GemmSubmitted) -> None:
         assert event.gemm not in self.book.gemms, f"GEMM {event.gemm} is open already"
+        if event.step > self.book.step:
+            self.book.begin_step(event.step)
         self.book.gemms[event.gemm] = GemmRun(event, self.book.now_s)
         self.book.wake = True
 

@@ -130,6 +130,9 @@ class Connection:
         """The allocator's word; an older one than the last is ignored."""
         if epoch < self.epoch:
             return
+        if (job, epoch) != (self.job, self.epoch) and self.job is not None:
+            self.outbox.drop_all()  # its coordinator may have died without a word
+            self._wake.set()
         self.job, self.epoch = job, epoch
         self._told = LinkFigures()
         if self.status.state != "ready":

@@ -38,7 +38,7 @@ class _Resend:
 
 @dataclass(frozen=True, slots=True)
 class _Forget:
-    panels: list[str]
+    panels: list[str] | None  # None: all
 
 
 class Outbox:
@@ -81,8 +81,11 @@ class Outbox:
 
     def drop(self, panels: list[str]) -> None:
         """DROP those of these panels that were sent by then; a later lease sends them again."""
-        for first in range(0, len(panels), DROPPED_AT_ONCE):
-            self._work.append(_Forget(panels[first : first + DROPPED_AT_ONCE]))
+        self._work.append(_Forget(panels))
+
+    def drop_all(self) -> None:
+        """DROP whatever was sent by then: the leases that follow are another job's, or another run's."""
+        self._work.append(_Forget(None))
 
     def lost(self, chunk: Chunk) -> None:
         """This chunk cannot be sent, its panel is gone: nor is the lease, what the device has of the panel is dropped,
@@ -114,10 +117,10 @@ class Outbox:
 
     def _pieces(self, item: Push | _Resend | _Forget) -> Iterator[Message | Chunk]:
         if isinstance(item, _Forget):
-            held = [panel for panel in item.panels if panel in self._sent]
+            held = sorted(self._sent) if item.panels is None else [name for name in item.panels if name in self._sent]
             self._sent.difference_update(held)
-            if held:
-                yield Drop(panels=held)
+            for first in range(0, len(held), DROPPED_AT_ONCE):
+                yield Drop(panels=held[first : first + DROPPED_AT_ONCE])
         elif isinstance(item, _Resend):
             yield from self._panel(item.ref, item.lease)
         else:

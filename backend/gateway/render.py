@@ -47,6 +47,7 @@ def job_json(
         "tiles_per_s": live.get("tiles_per_s") if running else None,
         "devices": live.get("devices", 0) if running else 0,
         "eta_s": left * seconds / len(rows) if running and rows and job.steps else None,
+        "bytes_per_step": sum(row.bytes_down + row.bytes_up for row in rows) / len(rows) if rows else None,
         "offloaded_flop_share": sum(row.flop_offloaded for row in rows) / flop if flop else None,
         "waiting": _waiting(job, live),
         "sample": None if job.sample is None else {"step": job.sample_step, "text": job.sample},

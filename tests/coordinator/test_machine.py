@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from backend.coordinator.events import (
     Check,
     Checked,
     DropPanels,
+    Effect,
     FreeSlot,
     GatewayRestarted,
     GemmDone,
@@ -174,6 +176,28 @@ def test_a_layers_numbers_go_to_each_device_once(bench: Any) -> None:
         assert len([part for part in parts if part]) == 3
     for panels in sent.values():
         assert sum(size for panel, size in panels.items() if panel.startswith("w.")) == whole["w"]
+
+
+def test_what_a_whole_step_had_no_use_for_is_dropped(bench: Any) -> None:
+    harness = bench()
+    harness.join("ann")
+
+    def run(number: int, step: int, a: str) -> list[Effect]:
+        request = replace(linear(number, "forward"), step=step)
+        effects = harness.do(replace(request, a=(replace(request.a[0], content=a),)))
+        waiting = bench.only(SendLease, effects)
+        while waiting:
+            more = harness.complete(waiting.pop(0))
+            effects += more
+            waiting += bench.only(SendLease, more)
+        return effects
+
+    run(0, 1, "x1")
+    assert not bench.only(DropPanels, run(1, 2, "x2"))
+    dropped = bench.one(DropPanels, run(2, 3, "x3")).panels
+    assert dropped and all(panel.startswith("x1.") for panel in dropped), "W is used in every step"
+    held = harness.machine.book.devices["ann"].held
+    assert {panel.split(".")[0] for panel in held} == {"x2", "x3", "w"}
 
 
 def test_what_a_device_holds_is_forgotten_when_it_leaves(bench: Any) -> None:

@@ -92,6 +92,7 @@ def test_a_training_job_from_submission_to_cancel(make_client) -> None:
     shown = client.get(f"{API}/jobs/{job['id']}").json()
     assert (shown["step"], shown["loss"], shown["samples_per_s"], shown["eta_s"]) == (2, 1.5, 50.0, 6.0)
     assert (shown["offloaded_flop_share"], shown["flop"], shown["waiting"]) == (0.75, 60, None)
+    assert (shown["bytes_per_step"], shown["wire"]) == (2.0, "f32")
     assert shown["validation"] is None
     world.jobs.record_validation(job["id"], 1, 2, 1.75)
     assert client.get(f"{API}/jobs/{job['id']}").json()["validation"] == {"step": 2, "value": 1.75}
@@ -120,6 +121,7 @@ def test_a_training_job_from_submission_to_cancel(make_client) -> None:
         ({"steps": 10**9}, "at most"),
         ({"mode": "slices"}, "mode"),
         ({"accuracy": "loose"}, "accuracy: Input should be 'rowwise' or 'normwise'; got 'loose'"),
+        ({"wire": "fp4"}, "wire: Input should be 'f32', 'bf16', 'f16' or 'int8'; got 'fp4'"),
         ({"extra": 1}, "extra"),
         ({"weight": float("nan")}, "weight"),
         ({"config": {"lr": float("nan")}}, "lr"),
@@ -186,6 +188,16 @@ def test_matrices_that_cannot_be_multiplied(make_client, a, b, word) -> None:
     assert word in answer.json()["detail"]
     assert list((world.settings.jobs_dir / "uploads").iterdir()) == []
     assert world.jobs.count() == 0
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", None])
+def test_a_job_says_how_its_numbers_travel(make_client, wire) -> None:
+    client, world = make_client()
+    chosen = {} if wire is None else {"wire": wire}
+    for body in ({**TRAIN, **chosen}, {"kind": "run", **chosen}):
+        job = client.post(f"{API}/jobs", headers=ADMIN, json=body).json()["id"]
+        assert client.get(f"{API}/jobs/{job}").json()["wire"] == (wire or "f32")
+        assert world.jobs.get(job).wire == (wire or "f32")
 
 
 @pytest.mark.parametrize("accuracy", ["rowwise", "normwise", None])

@@ -86,6 +86,16 @@ def test_a_lost_panel_takes_its_lease_along_and_is_sent_next_time() -> None:
     assert [piece[0] if isinstance(piece, tuple) else piece.lease for piece in drain(outbox)] == ["a", "b2", 2]
 
 
+def test_all_that_was_sent_is_dropped_before_the_next_job() -> None:
+    outbox = Outbox(MIB, 100)
+    outbox.push(a_push(1))
+    outbox.drop_all()
+    outbox.push(a_push(2))
+    outbox.push(a_push(3))
+    kinds = [piece[0] if isinstance(piece, tuple) else type(piece).__name__ for piece in drain(outbox)]
+    assert kinds == ["a", "b", "Lease", "Drop", "a", "b", "Lease", "Lease"]
+
+
 def test_what_has_come_of_a_panel_that_is_lost_midway_is_dropped() -> None:
     outbox = Outbox(MIB, 100)
     outbox.push(a_push(1, rows=1024, k=1024))

@@ -41,6 +41,8 @@ JOB: dict[str, Any] = {
     "devices": 3,
     "eta_s": 431.0,
     "offloaded_flop_share": 0.987,
+    "bytes_per_step": 12.5e6,
+    "wire": "bf16",
     "waiting": None,
     "sample": {"step": 50, "text": "def the(self, ne <b>"},
     "validation": {"step": 50, "value": 2.41},
@@ -111,6 +113,8 @@ def test_job_page_follows_the_events(page: Page, server: WebServer) -> None:
     expect(page.locator("#loss")).to_have_text("2.123")
     expect(page.locator("#first-loss")).to_have_text("from 5.610")
     expect(page.locator("#validation")).to_have_text("validation 2.410 at step 50")
+    expect(page.locator("#bytes")).to_have_text("12.5 MB")
+    expect(page.locator("#wire")).to_have_text("as bf16")
     expect(page.locator("#sample")).to_have_text(HOSTILE)
     expect(page.locator("#rate-unit")).to_have_text("Tokens per second")
     expect(page.locator("#fleet li")).to_have_count(1)
@@ -131,7 +135,7 @@ def test_job_page_follows_the_events(page: Page, server: WebServer) -> None:
 )
 def test_job_page_says_why_nothing_moves(page: Page, server: WebServer, state: str, over: Any, words: str) -> None:
     unknown = dict.fromkeys(
-        ("loss", "step", "gflops", "tiles", "eta_s", "samples_per_s", "unit", "sample", "validation")
+        ("loss", "step", "gflops", "tiles", "eta_s", "samples_per_s", "unit", "sample", "validation", "bytes_per_step")
     )
     server.api["/jobs/job-1"] = {**JOB, **unknown, "state": state.lower(), **over}
     server.api["/jobs/job-1/metrics"] = {"job": "job-1", "rows": []}

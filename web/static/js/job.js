@@ -1,7 +1,7 @@
 /** A job's public page: its history once, then what changes as server-sent events, until the job ends. */
 import { LossChart } from "./chart.js";
 import { $, dot, failed, link, make, repeat, show, text, words } from "./dom.js";
-import { duration, gflops, loss, number, percent } from "./format.js";
+import { bytes, duration, gflops, loss, number, percent } from "./format.js";
 import { JOB_MOOD, jobTitle, progress } from "./job_list.js";
 import { get, page } from "./rest.js";
 
@@ -41,6 +41,8 @@ function draw(now) {
   text("rate-unit", `${unit[0].toUpperCase()}${unit.slice(1)} per second`);
   text("rate", number(now.samples_per_s));
   text("share", percent(now.offloaded_flop_share));
+  text("bytes", bytes(now.bytes_per_step));
+  text("wire", `as ${now.wire}`);
   text("elapsed", duration(now.elapsed_s));
   if (now.sample) drawSample(now.sample);
 }

@@ -10,7 +10,8 @@
  *   loss: number|null, first_loss: number|null, created_s: number, started_s: number|null, ended_s: number|null,
  *   elapsed_s: number|null, samples_per_s: number|null, unit: string|null, tiles: number|null, flop: number|null,
  *   gflops: number|null, tiles_per_s: number|null, devices: number|null, eta_s: number|null,
- *   offloaded_flop_share: number|null, waiting: string|null, sample: { step: number, text: string }|null,
+ *   offloaded_flop_share: number|null, bytes_per_step: number|null, wire: string, waiting: string|null,
+ *   sample: { step: number, text: string }|null,
  *   validation: { step: number, value: number }|null, has_checkpoint: boolean, has_result: boolean }} Job
  * @typedef {{ step: number, loss: number|null }} StepRow
  * @typedef {{ id: string, name: string, online: boolean, state: string|null, reason: string|null, job: string|null,
