@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 from backend.coordinator.fleet import DeviceRecord, MachineLimits
 from backend.coordinator.records import RETURNED, GemmRun, LeaseRecord, Tile
-from planner.shapes import Rect
+from planner.shapes import EXACT, Rect
 from planner.tiles import TILE_SECONDS_MAX, fits, split, tile_seconds
+
+STRIP_WORTH = 3.0
+"""A tile of a strip is taken from another only where that gains so much: its panels serve more than this GEMM."""
 
 PREFETCH = 2
 """Leases a device may have out and still take tiles of another's share."""
@@ -47,7 +50,8 @@ class Dispatcher:
         for share in sorted(left_s, key=lambda name: (-left_s[name], -gemm.queued_flop[name], name)):
             tiles = gemm.queues[share].values()
             for tile in tiles if left_s[share] == math.inf else reversed(tiles):
-                if self._may(tile, device) and (trial or self.seconds(tile, device) <= left_s[share]):
+                worth = 1.0 if tile.grains == EXACT else STRIP_WORTH
+                if self._may(tile, device) and (trial or worth * self.seconds(tile, device) <= left_s[share]):
                     return tile
         return None
 

@@ -110,8 +110,9 @@ class PyodideEngine {
         });
         this.#kernel.tile(batch, m, n, term.k, a.lines, a.entry, b.lines, b.entry, mine[0].bytes, index > 0, mine[1]?.bytes);
       }
-      const floats = new Float32Array(this.#heap.read(mine[0]).buffer);
-      return { bytes: rounded(floats, dtype), seconds: (performance.now() - start) / 1000 };
+      const seconds = (performance.now() - start) / 1000;
+      const bytes = this.#heap.read(mine[0]);
+      return { bytes: dtype === "f32" ? bytes : rounded(new Float32Array(bytes.buffer), dtype), seconds };
     } finally {
       lines.forEach((proxy) => proxy.destroy());
       mine.forEach((place) => this.#heap.free(place));

@@ -108,8 +108,8 @@ class WasmEngine {
         }
         while (mine.length > (fastScratch ? 2 : 1)) this.#heap.free(/** @type {number} */ (mine.pop()));
       }
-      const bytes = rounded(this.#heap.floats(atC, count), dtype);
-      return { bytes, seconds: (performance.now() - start) / 1000 };
+      const seconds = (performance.now() - start) / 1000;
+      return { bytes: rounded(this.#heap.floats(atC, count), dtype), seconds };
     } finally {
       mine.forEach((at) => this.#heap.free(at));
     }
