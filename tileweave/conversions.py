@@ -4,6 +4,8 @@ checks and the tests read and write panels and results with. Rounding is to near
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,33 +16,44 @@ Bytes = bytes | bytearray | memoryview
 
 SCALE_BITS_DROPPED = 0xFF  # of a scale's 24 significant bits; 16 stay
 QUIET_NAN = np.uint16(0x40)
+_STORED: dict[str, type[np.float32 | np.float16 | np.uint16]] = {
+    "f32": np.float32, "f16": np.float16, "bf16": np.uint16,
+}  # fmt: skip
 
 
 def panel_floats(data: Bytes, rows: int, columns: int, dtype: Dtype) -> F32:
     """A panel's numbers (rows, columns), exactly; a view of `data` where it is f32."""
+    return part_floats(data, rows, columns, dtype, 0, rows, 0, columns)
+
+
+def part_floats(
+    data: Bytes, rows: int, columns: int, dtype: Dtype, row: int, height: int, column: int, width: int
+) -> F32:
+    """Numbers (height, width) of a panel from `row` and `column` on, exactly; a view of `data` where it is f32."""
+    part = slice(row, row + height), slice(column, column + width)
     if dtype != "i8":
-        return floats(data, rows * columns, dtype).reshape(rows, columns)
-    q = np.frombuffer(data, np.int8, rows * columns).reshape(rows, columns)
+        return _widened(np.frombuffer(data, _STORED[dtype], rows * columns).reshape(rows, columns)[part])
+    q = np.frombuffer(data, np.int8, rows * columns).reshape(rows, columns)[part]
     blocks = scales_per_row(columns)
     scales = np.frombuffer(data, np.float32, rows * blocks, scales_offset(rows, columns)).reshape(rows, blocks)
-    return scaled(q, scales)
-
-
-def scaled(q: NDArray[np.int8], scales: F32) -> F32:
-    """i8 elements (rows, columns) times their scales (rows, blocks)."""
-    wide: F32 = np.repeat(scales, SCALE_BLOCK, axis=1)[:, : q.shape[1]]
+    first, last = column // SCALE_BLOCK, scales_per_row(column + width)
+    wide = np.repeat(scales[part[0], first:last], SCALE_BLOCK, axis=1)[:, column - first * SCALE_BLOCK :][:, :width]
     with np.errstate(invalid="ignore"):  # 0 times an infinite scale: not a number, as it should be
-        return wide * q
+        product: F32 = wide * q
+        return product
 
 
-def floats(data: Bytes, count: int, dtype: Dtype) -> F32:
+def floats(data: Bytes, count: int, dtype: ResultDtype) -> F32:
     """`count` numbers of f32 (a view), bf16 or f16."""
-    if dtype == "f32":
-        return np.frombuffer(data, np.float32, count)
-    if dtype == "f16":
-        return np.frombuffer(data, np.float16, count).astype(np.float32)
-    assert dtype == "bf16", f"got {dtype}, expected f32, bf16 or f16"
-    return np.left_shift(np.frombuffer(data, np.uint16, count), 16, dtype=np.uint32).view(np.float32)
+    return _widened(np.frombuffer(data, _STORED[dtype], count))
+
+
+def _widened(stored: NDArray[Any]) -> F32:
+    """float32 as it is, binary16, or uint16 that is the upper half of float32."""
+    if stored.dtype == np.uint16:
+        wide: F32 = np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
+        return wide
+    return stored.astype(np.float32, copy=False)
 
 
 def rounded(values: F32, dtype: ResultDtype) -> Bytes:

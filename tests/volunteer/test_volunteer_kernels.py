@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tileweave.volunteer.compute import fastest_kernel, installed_kernels, multiply_numpy
+from tileweave.conversions import panel_floats, panel_of
+from tileweave.protocol import Dtype, Lease, Term
+from tileweave.volunteer.compute import Kernel, compute, fastest_kernel, flop, installed_kernels, multiply_numpy
 from tileweave.volunteer.errors import VolunteerEnded
 from tileweave.volunteer.main import status_text
 from tileweave.volunteer.net import VolunteerState
+from tileweave.volunteer.panels import Held
 from tileweave.volunteer.prove import SHAPES, first_fault
+from tileweave.volunteer.session import Task
 
 Array = np.ndarray[Any, Any]
 
@@ -101,3 +107,52 @@ def test_the_status_says_why_a_kernel_is_not_used() -> None:
     assert "not used" not in status_text(state)
     told = dataclasses.replace(state, note="native-torch not used: wrong product 1x2x3 by 3x4")
     assert status_text(told).endswith(" | native-torch not used: wrong product 1x2x3 by 3x4")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 12), st.integers(1, 12), st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    st.booleans(), st.booleans(), st.sampled_from(["f32", "bf16", "f16", "i8"]), st.data(),
+)  # fmt: skip
+def test_any_lease_is_the_sum_that_the_protocol_says(
+    batch: int, m: int, n: int, ks: list[int], a_by_k: bool, b_by_k: bool, dtype: Dtype, data: st.DataObject
+) -> None:
+    draw = np.random.default_rng(len(ks) * m + n)
+    panels: dict[str, Held] = {}
+    values: dict[str, np.ndarray[Any, Any]] = {}
+    terms = []
+    expected = np.zeros((batch, m, n))
+    for number, k in enumerate(ks):
+        term: dict[str, Any] = {"k": k}
+        for side, lines, by_k in (("a", m, a_by_k), ("b", n, b_by_k)):
+            row, column = data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 1, 128, 130]))
+            height, width = (k, lines) if by_k else (lines, k)
+            rows, columns = row + batch * height + 1, column + width + 2
+            name = f"{side}{number}"
+            stored = bytes(panel_of(draw.standard_normal((rows, columns), dtype=np.float32), dtype))
+            panels[name] = Held(rows, columns, dtype, memoryview(bytearray(stored)))
+            values[name] = panel_floats(stored, rows, columns, dtype).astype(np.float64)
+            term |= {side: name, f"{side}_row": row, f"{side}_column": column}
+        terms.append(Term(**term))
+        t = terms[-1]
+        for i in range(batch):  # the formulas of class Term, element by element
+            for r in range(m):
+                for c in range(n):
+                    a = (
+                        values[t.a][t.a_row + i * k : t.a_row + i * k + k, t.a_column + r] if a_by_k
+                        else values[t.a][t.a_row + i * m + r, t.a_column : t.a_column + k]
+                    )  # fmt: skip
+                    b = (
+                        values[t.b][t.b_row + i * k : t.b_row + i * k + k, t.b_column + c] if b_by_k
+                        else values[t.b][t.b_row + i * n + c, t.b_column : t.b_column + k]
+                    )  # fmt: skip
+                    expected[i, r, c] += a @ b
+    lease = Lease(
+        lease=1, job="j", batch=batch, m=m, n=n, terms=terms, deadline_s=9.0, a_by_k=a_by_k, b_by_k=b_by_k
+    )  # fmt: skip
+    task = Task(lease, panels, 1)
+    assert flop(task) == 2 * batch * m * n * sum(ks)
+    for multiply in installed_kernels().values():
+        product, seconds = compute(Kernel("k", multiply, 1.0), task)
+        assert product.dtype == np.float32 and product.flags.c_contiguous and seconds > 0
+        np.testing.assert_allclose(product, expected, rtol=1e-4, atol=1e-4 * float(np.abs(expected).max()))

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tileweave.conversions import panel_floats
+from tileweave.conversions import part_floats
 from tileweave.volunteer.errors import VolunteerEnded
+from tileweave.volunteer.panels import Held
 from tileweave.volunteer.prove import Floats, Multiply, first_fault
 from tileweave.volunteer.session import Task
 
@@ -94,19 +95,19 @@ def compute(kernel: Kernel, task: Task) -> tuple[Floats, float]:
     """The sum of a tile's products, (batch, m, n) float32 and contiguous, and the seconds it took."""
     lease = task.lease
     started_s = time.perf_counter()
-    wide = {name: panel_floats(held.data, held.rows, held.columns, held.dtype) for name, held in task.panels.items()}
     product: Floats | None = None
     for term in lease.terms:
-        a = _operand(wide[term.a], lease.batch, lease.m, term.k, lease.a_by_k, term.a_row, term.a_column)
-        bt = _operand(wide[term.b], lease.batch, lease.n, term.k, lease.b_by_k, term.b_row, term.b_column)
+        a = _operand(task.panels[term.a], lease.batch, lease.m, term.k, lease.a_by_k, term.a_row, term.a_column)
+        bt = _operand(task.panels[term.b], lease.batch, lease.n, term.k, lease.b_by_k, term.b_row, term.b_column)
         part = np.ascontiguousarray(kernel.multiply(a, bt))
         product = part if product is None else np.add(product, part, out=product)
     assert product is not None  # the protocol has no lease without a term
     return product, time.perf_counter() - started_s
 
 
-def _operand(panel: Floats, batch: int, lines: int, k: int, by_k: bool, row: int, column: int) -> Floats:
-    """(batch, lines, k) out of a panel, a view."""
+def _operand(panel: Held, batch: int, lines: int, k: int, by_k: bool, row: int, column: int) -> Floats:
+    """(batch, lines, k) out of a panel; of float32 a view."""
     height, width = (k, lines) if by_k else (lines, k)
-    block = panel[row : row + batch * height].reshape(batch, height, -1)[:, :, column : column + width]
+    part = part_floats(panel.data, panel.rows, panel.columns, panel.dtype, row, batch * height, column, width)
+    block = part.reshape(batch, height, width) if batch > 1 else part[None]
     return block.transpose(0, 2, 1) if by_k else block
