@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from backend.switchboard.messages import PanelRef, Push
 from tileweave.protocol import Drop, Message, chunks
 
-DROPPED_AT_ONCE = 1024  # panels in one DROP, which has room for 4096
+DROPPED_AT_ONCE = 512  # panels in one DROP: as many of the longest ids as its metadata has room for, and some
 
 
 @dataclass(frozen=True, slots=True)

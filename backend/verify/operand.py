@@ -51,6 +51,10 @@ class Operand:
         """Length of a full sum."""
         return self.k * len(self._parts)
 
+    def copy_bytes(self, batch: int, lines: int, k: int) -> int:
+        """Bytes that `read` of so much takes besides the operand itself."""
+        return 4 * batch * lines * k * len(self._parts) if len(self._parts) > 1 else 0
+
     def read(self, b0: int, b1: int, l0: int, l1: int, k0: int, k1: int) -> F32:
         """Lines [l0, l1) of entries [b0, b1), of each part [k0, k1): (b1 - b0, l1 - l0, depth), the parts one after the
         other along the last axis. A view where there is one part."""

@@ -55,7 +55,7 @@ SEED_BYTES = 32
 class _Columns:
     """A column panel's secret R and what follows from it. `read` gives B^T (batch, n, k)."""
 
-    def __init__(self, read: Read, shape: tuple[int, int, int], seed: bytes, with_norms: bool) -> None:
+    def __init__(self, read: Read, shape: tuple[int, int, int], copied: int, seed: bytes, with_norms: bool) -> None:
         batch, n, k = shape
         self._read = read
         self.r = draw(n, seed)
@@ -65,7 +65,7 @@ class _Columns:
         self._probe: tuple[F32, F32 | None] | None = None
         self._size: F64 | None = None
         self._exact: ExactColumns | None = None
-        self.nbytes = 4 * n * PROBES + batch * k * (4 * (PROBES + 1) + 8 * (PROBES + 2))
+        self.nbytes = 4 * n * PROBES + batch * k * (4 * (PROBES + 1) + 8 * (PROBES + 2)) + copied
 
     @property
     def bt(self) -> F32:
@@ -100,13 +100,13 @@ class _Columns:
 class _Tile:
     """A tile's A (B R). `read` gives A (batch, m, k)."""
 
-    def __init__(self, read: Read, shape: tuple[int, int], columns: _Columns) -> None:
+    def __init__(self, read: Read, shape: tuple[int, int], copied: int, columns: _Columns) -> None:
         self._read = read
         self.columns = columns
         self._lock = threading.Lock()
         self._a: F32 | None = None
         self._probe: tuple[F32, F32 | None] | None = None
-        self.nbytes = shape[0] * shape[1] * 4 * (PROBES + 1)
+        self.nbytes = shape[0] * shape[1] * 4 * (PROBES + 1) + copied
 
     @property
     def a(self) -> F32:
@@ -220,7 +220,8 @@ class Verifier:
         gemm = self._gemms[gemm_id]
         k0, k1 = (rect.k0, rect.k1) if rect.partial else (0, gemm.a.k)
         read = partial(gemm.a.read, rect.b0, rect.b1, rect.m0, rect.m1, k0, k1)
-        tile = _Tile(read, (rect.batch, rect.m), self._columns(gemm_id, gemm, rect, k0, k1))
+        copied = gemm.a.copy_bytes(rect.batch, rect.m, k1 - k0)
+        tile = _Tile(read, (rect.batch, rect.m), copied, self._columns(gemm_id, gemm, rect, k0, k1))
         self._keep(key, tile)
         return tile
 
@@ -234,7 +235,8 @@ class Verifier:
         read = partial(gemm.bt.read, rect.b0, rect.b1, rect.n0, rect.n1, k0, k1)
         # T has an A part of m x k terms and a C part of m x n: the first stage uses the smaller one.
         shape = (rect.batch, rect.n, depth)
-        columns = _Columns(read, shape, self._entropy(SEED_BYTES), with_norms=depth < rect.n)
+        copied = gemm.bt.copy_bytes(rect.batch, rect.n, k1 - k0)
+        columns = _Columns(read, shape, copied, self._entropy(SEED_BYTES), with_norms=depth < rect.n)
         self._keep(key, columns)
         return columns
 

@@ -15,7 +15,7 @@ from backend.gateway.session import Abandon, Begin, Finish, Publish, Reply, Sess
 from backend.gateway.slots import Slots, sweep
 from backend.switchboard.messages import PanelRef, Push
 from tileweave.conversions import panel_floats, panel_of
-from tileweave.protocol import Ack, Drop, Lease, Ping, ProtocolError, Result, Revoke, Term
+from tileweave.protocol import Ack, Drop, Lease, Ping, ProtocolError, Result, Revoke, Term, encode
 from tileweave.protocol.elements import panel_bytes, scales_offset
 
 MIB = 1 << 20
@@ -84,6 +84,18 @@ def test_a_lost_panel_takes_its_lease_along_and_is_sent_next_time() -> None:
     assert first.ref.panel == "a"
     outbox.lost(first)
     assert [piece[0] if isinstance(piece, tuple) else piece.lease for piece in drain(outbox)] == ["a", "b2", 2]
+
+
+def test_many_panels_with_the_longest_ids_are_dropped_in_frames_that_can_be_sent() -> None:
+    outbox = Outbox(MIB, 10_000)
+    names = [f"{number:064d}" for number in range(3000)]
+    for number, name in enumerate(names):
+        outbox.push(a_push(number, a=name, b=name))
+    outbox.drop(names)
+    drops = [piece for piece in drain(outbox) if isinstance(piece, Drop)]
+    assert sorted(name for drop in drops for name in drop.panels) == names
+    for drop in drops:
+        encode(drop)
 
 
 def test_all_that_was_sent_is_dropped_before_the_next_job() -> None:

@@ -15,6 +15,7 @@ from tileweave.protocol import (
     CHUNK_BYTES_MAX,
     FRAME_BYTES_MAX,
     META_BYTES_MAX,
+    TERMS_MAX,
     Accuracy,
     Ack,
     Bye,
@@ -221,3 +222,13 @@ def test_whole_panel_through_frames() -> None:
         assert isinstance(message, Panel)
         whole.add(message.offset, message.size, payload)
     assert whole.data == raw
+
+
+def test_the_longest_lease_fits_its_frame() -> None:
+    far = 2**24
+    term = Term(k=far, a="a" * 64, b="b" * 64, a_row=far, a_column=far, b_row=far, b_column=far)
+    lease = Lease(
+        lease=2**53 - 1, job="j" * 64, batch=far, m=far, n=far, terms=[term] * TERMS_MAX, deadline_s=1234567.123456,
+        a_by_k=False, b_by_k=False, accuracy="normwise",
+    )  # fmt: skip
+    assert decode(encode(lease))[0] == lease

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { ProtocolError } from "../../web/static/js/protocol.js";
+import { encode, ProtocolError } from "../../web/static/js/protocol.js";
 import { Session } from "../../web/static/js/session.js";
 
 const LIMITS = {
@@ -57,6 +57,16 @@ test("HELLO carries who we are; WELCOME's secret is kept; STATUS follows", () =>
   assert.deepEqual(d.did("identity")[0], { do: "identity", identity: { device: "d9", secret: "s".repeat(16) }, name: "Otter" });
   assert.equal(d.sent("STATUS")[0].state, "ready");
   assert.equal(d.session.view(0).state, "ready");
+});
+
+test("HELLO can be sent however many panels are held", () => {
+  const d = device({ capacityBytes: 1 << 26 });
+  for (let at = 0; at < 3000; at += 1) d.panel(`${at}`.padStart(64, "p"), 2, 2);
+  d.take();
+  d.reconnect();
+  const [hello] = d.sent("HELLO");
+  assert.ok(hello.panels.length > 0);
+  encode(hello);
 });
 
 test("PING is answered at once with its nonce, even before WELCOME", () => {

@@ -24,7 +24,7 @@ const GREETING_S_MAX = 15;
 const FREEZE_S = 5; // between two ticks: the browser froze us, the server's silence proves nothing
 const KERNEL_FAILURES_MAX = 3; // in a row
 const SPEED_WINDOW_S = 10;
-const HELLO_PANELS_MAX = 1024; // HELLO's metadata must stay under 64 KiB
+const HELLO_PANELS_MAX = 512; // HELLO's metadata must stay under 64 KiB, however long the ids
 const HELLO_LEASES_MAX = 64;
 
 /**
