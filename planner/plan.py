@@ -10,7 +10,8 @@ into tiles for its device (`tiles.cut`).
 A training step repeats the same few shapes, so plans are memoised by shape and fleet, with the devices' rates rounded
 to a grid of 9% steps: a fleet whose measurements move a little has the same plan.
 
-Left out: k-splits, what devices already hold, sharing of the server's own links, and work queued from another GEMM.
+Left out: k-splits and what devices already hold (strips.py), sharing of the server's own links, and work queued from
+another GEMM.
 """
 
 from __future__ import annotations

@@ -58,12 +58,19 @@ def team_of(gemm: Gemm, fleet: Sequence[Device]) -> dict[str, float]:
 def strips(
     gemm: Gemm, team: Mapping[str, float], fleet: Mapping[str, Device], limits: PlanLimits, lacks: Lacks
 ) -> tuple[Plan, float] | None:
-    """The best strips for this team, and their cost in seconds; None where no axis fits every device's memory."""
+    """The best strips for this team, and their cost in seconds; None where no device has the memory for its strip along
+    any axis. A device that has not is left out, and its part shared by the others."""
     found: list[tuple[float, int, Plan]] = []
     for axis in _axes(gemm):
-        made = _along(axis, gemm, team, fleet, limits, lacks)
-        if made is not None:
-            found.append((made[1], len(found), made[0]))
+        members = dict(team)
+        while members:
+            made = _along(axis, gemm, members, fleet, limits, lacks)
+            if not isinstance(made, str):
+                found.append((made[1], len(found), made[0]))
+                break
+            del members[made]
+            total = sum(members.values())
+            members = {name: weight / total for name, weight in members.items()}
     if not found:
         return None
     cost_s, _, plan = min(found)
@@ -91,7 +98,8 @@ def _along(
     fleet: Mapping[str, Device],
     limits: PlanLimits,
     lacks: Lacks,
-) -> tuple[Plan, float] | None:
+) -> tuple[Plan, float] | str:
+    """The plan and its cost; or the name of a device whose strip does not fit its memory."""
     cut = [
         _Strip(fleet[name], rect, _grains(axis, rect, gemm))
         for name, rect in zip(team, _rects(axis, gemm, list(team.values())), strict=True)
@@ -102,7 +110,7 @@ def _along(
     for strip in cut:
         tiles = _tiles(strip, gemm, limits)
         if not tiles:
-            return None
+            return strip.device.device
         a, b = (
             lacks(strip.device.device, operand, panels_of(grain, gemm.parts))
             for operand, grain in enumerate(strip.grains)

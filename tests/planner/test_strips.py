@@ -171,6 +171,15 @@ def test_a_device_without_room_for_all_of_b_has_no_strip_of_rows() -> None:
     assert strips(gemm, {"d0": 1.0}, fleet, LIMITS, lacks_all(gemm)) is None
 
 
+def test_a_device_without_room_leaves_its_strip_to_the_others() -> None:
+    gemm = Gemm(1, 512, 512, 2048, b_by_k=True, b_uses=8)
+    fleet = {name: device(name, memory=1 << 30) for name in ("d0", "d2")} | {"d1": device("d1", memory=1 << 21)}
+    made = strips(gemm, team_of(gemm, list(fleet.values())), fleet, LIMITS, lacks_all(gemm))
+    assert made is not None
+    assert {share.device for share in made[0].shares} == {"d0", "d2"}
+    assert sum(tile.elements for share in made[0].shares for tile in share.tiles) == 512 * 512
+
+
 def test_the_team_leaves_out_who_would_get_next_to_nothing() -> None:
     gemm = Gemm(1, 1024, 1024, 1024)
     team = team_of(gemm, [device("fast", 1e9), device("also", 1e9), device("slow", 1e6)])
