@@ -95,8 +95,8 @@ def test_a_job_from_submission_to_its_files(client, store, settings, tmp_path) -
 def test_a_gemm_job_of_two_files(client, tmp_path) -> None:
     np.save(tmp_path / "a.npy", np.ones((3, 4), np.float32))
     np.save(tmp_path / "b.npy", np.ones((4, 2), np.float32))
-    job = client.submit_gemm(tmp_path / "a.npy", tmp_path / "b.npy", name="product", accuracy="normwise")
-    assert client.job(job["id"])["accuracy"] == "normwise"
+    job = client.submit_gemm(tmp_path / "a.npy", tmp_path / "b.npy", name="product", accuracy="normwise", wire="bf16")
+    assert (job["accuracy"], job["wire"]) == ("normwise", "bf16")
     assert (job["kind"], job["name"], job["state"]) == ("gemm", "product", "queued")
     with pytest.raises(RestError, match="columns"):
         client.submit_gemm(tmp_path / "a.npy", tmp_path / "a.npy")
@@ -117,6 +117,8 @@ def test_the_command_submits_what_was_asked_for(client, settings, accuracy) -> N
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     assert client.job(json.loads(result.stdout)["id"])["accuracy"] == accuracy
+    result = CliRunner().invoke(app, [*options, "--wire", "int8"])
+    assert client.job(json.loads(result.stdout)["id"])["wire"] == "int8"
     refused = CliRunner().invoke(app, [*options, "--accuracy", "loose"])
     assert refused.exit_code == 1
     assert "Input should be 'rowwise' or 'normwise'; got 'loose'" in refused.stderr

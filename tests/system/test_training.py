@@ -65,6 +65,26 @@ def test_two_browsers_train_to_the_losses_of_plain_torch(tmp_path: Path) -> None
         assert any(name.startswith("model.") for name in tensors)
 
 
+@pytest.mark.browser
+@pytest.mark.parametrize(("wire", "limit"), [("f32", PARITY), ("bf16", 1e-3), ("f16", 1e-3), ("int8", 1e-2)])
+def test_any_wire_trains_on_browsers_and_programs_together_and_blames_nobody(wire: str, limit: float) -> None:
+    steps = 4
+    config = CONFIG.model_copy(update={"width": 128, "micro_batches": 2, "executor": "graph"})
+    with Swarm() as swarm:
+        swarm.add_browser("Ada")
+        swarm.add_native("Emmy")
+        swarm.wait_devices(2)
+        job = swarm.client.submit_train("gpt-bytes", config.model_dump(), steps=steps, wire=wire)["id"]
+        assert wait_end(swarm, job)["state"] == "succeeded"
+        rows = swarm.client.metrics(job)
+        assert largest_difference(plain_losses(steps, config), rows) <= limit
+        assert offloaded_share(rows) >= 0.95
+        devices = swarm.client.devices()
+        assert [device["rejects"] for device in devices] == [0, 0]
+        assert all(device["accepted"] for device in devices)
+        assert sum(device["flop"] for device in devices) == sum(row["flop_offloaded"] for row in rows)
+
+
 def test_a_volunteer_that_comes_late_finds_the_job_waiting_for_it() -> None:
     with Swarm() as swarm:
         job = swarm.client.submit_train("gpt-bytes", CONFIG.model_dump(), steps=2)
