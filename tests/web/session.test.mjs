@@ -125,6 +125,16 @@ test("a chunk at offset 0 begins a panel anew", () => {
   assert.equal(d.did("tile").length, 1);
 });
 
+test("a panel that was dropped while a lease needed it, and sent again, is kept", () => {
+  const d = withPanels();
+  d.lease(1).say({ type: "DROP", panels: ["a", "b"] }).panel("a", 2, 2).panel("b", 2, 2).take();
+  d.compute(1).ack(1);
+  assert.deepEqual(d.did("drop"), []);
+  d.take();
+  d.lease(2);
+  assert.deepEqual(d.sent("NEED"), []);
+});
+
 test("a lease of several terms waits for all their panels, and may read a part of each", () => {
   const d = withPanels();
   const at = (row, column) => ({ a_row: row, a_column: column, b_row: 0, b_column: 0 });

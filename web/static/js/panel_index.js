@@ -65,7 +65,11 @@ export class PanelIndex {
    */
   add(message, payload, evicted) {
     let entry = this.#entries.get(message.panel);
-    if (entry?.state === "held" || (entry?.state === "refused" && message.offset > 0)) return false; // sent again
+    if (entry?.state === "held") { // sent again: it is to be kept once more, whatever a DROP said before
+      entry.dropped = false;
+      return false;
+    }
+    if (entry?.state === "refused" && message.offset > 0) return false;
     if (!entry || entry.state !== "arriving" || message.offset === 0) {
       if (entry?.state === "arriving") Object.assign(entry, { state: "wanted", size: 0, assembly: null }); // begins anew
       entry = this.#begin(message, evicted);
